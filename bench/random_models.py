@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType as Kind
 
 from tenuto.kernels.native.formats import PanelFormat
 from tenuto.kernels.native.grouped import Grouped
 from tenuto.models.adapter import Adapter, LowRank, projections
 from tenuto.models.config import Attention, Experts, Layer, Mixer, Mlp, ModelConfig
 from tenuto.models.rope import Rope
-from tenuto.models.weights import FLOATS, Floats, StoredWeight, bfloat16_bits
+from tenuto.models.weights import FLOATS, Bytes, Floats, StoredWeight, bfloat16_bits
 
 
 def model(
@@ -41,18 +43,20 @@ ONE = model(16, 2048, [attention(32, 8, 64)], 8192, 128_256, 131_072, tied=True)
 EIGHT = model(32, 4096, [attention(32, 8, 128)], 14_336, 128_256, 131_072)
 """The shape of a model of 8 billion parameters (that of Llama 3.1)."""
 
-TYPES = {
+TYPES: dict[str, Grouped | Kind] = {
     "int4": Grouped(PanelFormat.INT4, 128, halves=True),
     "int4 with zeros": Grouped(PanelFormat.INT4, 128),
     "int8": Grouped(PanelFormat.INT8, 4096, halves=True),
     "fp8": Grouped(PanelFormat.FP8, 128),
+    "mxfp4": Kind.MXFP4,
 }
 """Types of quantized weights, by their names in a report."""
 
 
-def stored(config: ModelConfig, kind: Grouped | None, seed: int = 0) -> Iterator[tuple[str, StoredWeight]]:
-    """Yields random weights of a model that has attention and a gated network in every layer, the same for the same
-    seed. Matrices of layers are of type `kind`; other weights, or all, are bfloat16. Values of large ones repeat."""
+def stored(config: ModelConfig, kind: Grouped | Kind | None, seed: int = 0) -> Iterator[tuple[str, StoredWeight]]:
+    """Yields random weights of a model that has attention and a gated network, or such experts, in every layer, the
+    same for the same seed. Matrices of layers but routers are of type `kind`; other weights, or all, are bfloat16.
+    Values of large ones repeat."""
     draw = np.random.default_rng(seed)
 
     def plain(*shape: int) -> StoredWeight:
@@ -65,12 +69,17 @@ def stored(config: ModelConfig, kind: Grouped | None, seed: int = 0) -> Iterator
     for i, layer in enumerate(config.layers):
         a, m, first = layer.mixer, layer.feed_forward, f"model.layers.{i}."
         assert isinstance(a, Attention)
-        assert isinstance(m, Mlp)
+        assert m is not None
         width, kv_width = a.heads * a.head_dim, a.kv_heads * a.head_dim
         projected = zip("qkv", (width, kv_width, kv_width), strict=True)
         shapes = {f"self_attn.{part}_proj": (n, config.hidden) for part, n in projected}
-        shapes |= {f"mlp.{part}_proj": (m.width, config.hidden) for part in ("gate", "up")}
-        shapes |= {"self_attn.o_proj": (config.hidden, width), "mlp.down_proj": (config.hidden, m.width)}
+        shapes["self_attn.o_proj"] = config.hidden, width
+        networks = ["mlp"] if isinstance(m, Mlp) else [f"mlp.experts.{number}" for number in range(m.count)]
+        for network in networks:
+            shapes |= {f"{network}.{part}_proj": (m.width, config.hidden) for part in ("gate", "up")}
+            shapes[f"{network}.down_proj"] = config.hidden, m.width
+        if isinstance(m, Experts):
+            yield f"{first}mlp.gate.weight", plain(m.count, config.hidden)
         for part, (outputs, inputs) in shapes.items():
             made = plain(outputs, inputs) if kind is None else random_matrix(draw, kind, outputs, inputs)
             yield f"{first}{part}.weight", made
@@ -93,9 +102,17 @@ def random_adapter(config: ModelConfig, rank: int, seed: int, *, without: str = 
     return Adapter(changes, str(seed))
 
 
-def random_matrix(draw: np.random.Generator, kind: Grouped, outputs: int, inputs: int) -> StoredWeight:
-    """Returns a random matrix whose weights are about the root of the number of inputs below 1."""
-    few, groups = min(outputs, 64), -(-inputs // kind.group)
+def random_matrix(draw: np.random.Generator, kind: Grouped | Kind, outputs: int, inputs: int) -> StoredWeight:
+    """Returns a random matrix whose weights are about the root of the number of inputs below 1. `kind` is one of
+    `TYPES`."""
+    few = min(outputs, 64)
+    if not isinstance(kind, Grouped):
+        assert kind is Kind.MXFP4
+        blocks = draw.integers(0, 256, (few, inputs // 32, 17), dtype=np.uint8)
+        middle = 125 - round(math.log2(inputs) / 2)  # numbers of E2M1 are about 3
+        blocks[..., 0] = draw.integers(middle - 1, middle + 2, blocks.shape[:2])
+        return _repeated(kind, outputs, inputs, blocks.reshape(few, -1))
+    groups = -(-inputs // kind.group)
     data = draw.integers(0, 256, (few, inputs // 32 * kind.numbers.quant_bytes), dtype=np.uint8)
     spread = {PanelFormat.INT4: 4.6, PanelFormat.INT8: 74.0, PanelFormat.FP8: 0.5}[kind.numbers]
     scales = (draw.uniform(0.5, 1.5, (few, groups)) / spread * inputs**-0.5).astype(np.float16).astype(np.float32)
@@ -105,4 +122,9 @@ def random_matrix(draw: np.random.Generator, kind: Grouped, outputs: int, inputs
     else:
         minima = [scales * np.float32(-8 if kind.numbers is PanelFormat.INT4 else -128)]
     whole = np.concatenate([data, *(each.view(np.uint8) for each in (scales, *minima))], axis=1)
-    return StoredWeight(kind, (outputs, inputs), lambda: np.resize(whole, (outputs, whole.shape[1])))
+    return _repeated(kind, outputs, inputs, whole)
+
+
+def _repeated(kind: Grouped | Kind, outputs: int, inputs: int, rows: Bytes) -> StoredWeight:
+    """Returns a matrix that has the same few rows again and again."""
+    return StoredWeight(kind, (outputs, inputs), lambda: np.resize(rows, (outputs, rows.shape[1])))

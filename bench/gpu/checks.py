@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from bench.gpu.guesses import GuessingRows, prompts_of
 from bench.gpu.models import NOTHING, RECURRENT, SMALL, Eager, Rows, executor
@@ -45,6 +46,7 @@ def same_turns() -> dict[str, str]:
     plain = SMALL["full attention"]
     for name, kind in TYPES.items():
         found |= _compared(f"{name}, sampled", plain, DRAWN, kind)
+        found |= _compared(f"experts of {name}, sampled", SMALL["experts"], DRAWN, kind)
     adapters = [random_adapter(plain, rank, rank) for rank in (8, 64)]
     return found | _compared("adapters, sampled", plain, DRAWN, adapters=adapters)
 
@@ -53,7 +55,7 @@ def _compared(
     name: str,
     config: ModelConfig,
     sampling: Sampling,
-    numbers: Grouped | None = None,
+    numbers: Grouped | Kind | None = None,
     adapters: Sequence[Adapter] = (),
 ) -> dict[str, str]:
     """Compares the tokens that each way of computing samples. With `numbers`, the weights are quantized."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Kind
 from torch.nn import functional
 
 from bench.gpu.models import CUDA, NOTHING, Rows, TimedQueue
@@ -22,6 +24,7 @@ from tenuto.kernels.gpu import quantized
 from tenuto.kernels.gpu.experts import mix_experts
 from tenuto.kernels.gpu.recurrent import convolve_step, gated_delta_step, mamba2_step, mamba_step
 from tenuto.kernels.native.grouped import Grouped
+from tenuto.kernels.quantized import Quantized
 from tenuto.kernels.recurrent import Slots
 from tenuto.models.config import Attention, Mlp, ModelConfig
 from tenuto.models.quantized_places import QuantizedPlace, type_of
@@ -71,7 +74,7 @@ def limits() -> dict[str, float]:
     return {"bytes": 2 * len(a) / timed(lambda: b.copy_(a)), "flops": 2 * 8192**3 / timed(lambda: x @ y)}
 
 
-def weight_bytes(config: ModelConfig, numbers: Grouped | None = None) -> int:
+def weight_bytes(config: ModelConfig, numbers: Grouped | Kind | None = None) -> int:
     """Returns the bytes of weights that a decode step reads: all but the embedding, in 16 bits, but for matrices of
     layers whose type is `numbers`."""
     head = config.vocab * config.hidden
@@ -79,8 +82,11 @@ def weight_bytes(config: ModelConfig, numbers: Grouped | None = None) -> int:
     return 2 * head + (2 * layers if numbers is None else int(layers * bytes_each(numbers)))
 
 
-def bytes_each(numbers: Grouped) -> float:
+def bytes_each(numbers: Grouped | Kind) -> float:
     """Returns the bytes of a weight on the device, with its part of the scale and of the minimum."""
+    if not isinstance(numbers, Grouped):
+        block, size = GGML_QUANT_SIZES[numbers]
+        return size / block
     scale = 2 if numbers.halves else 4 * len(numbers.numbers.scales)
     return numbers.numbers.quant_bytes / 32 + scale / numbers.group
 
@@ -105,7 +111,7 @@ def kv_bytes(config: ModelConfig, tokens: int) -> int:
 
 
 def decoding(
-    made: ModelExecutor, batch: int, bandwidth: float, queue: TimedQueue, numbers: Grouped | None = None
+    made: ModelExecutor, batch: int, bandwidth: float, queue: TimedQueue, numbers: Grouped | Kind | None = None
 ) -> dict[str, float]:
     """Measures decode steps of `batch` rows at `CONTEXT` tokens, each submitted before the one before it is
     collected. `host_us`: the time that the host takes to queue a step; `launch_us`: the part of it in which the driver
@@ -213,12 +219,7 @@ def products(bandwidth: float, rate: float) -> dict[str, dict[str, float]]:
     for outputs, inputs in ((6144, 4096), (28_672, 4096), (4096, 14_336)):
         plain = [torch.randn(outputs, inputs, device=CUDA, dtype=torch.bfloat16) for _ in range(3)]
         for name, kind in TYPES.items():
-            numbers = type_of([kind], inputs)
-            assert numbers is not None
-            weight = random_matrix(np.random.default_rng(0), kind, outputs, inputs)
-            own = [numbers.empty(outputs, CUDA) for _ in range(max(2, 2**27 // (outputs * inputs // 2)))]
-            for one in own:
-                QuantizedPlace(one, 0, outputs).fill(weight)
+            own = [filled(kind, outputs, inputs) for _ in range(max(2, 2**27 // (outputs * inputs // 2)))]
             for rows in (1, 16, 64, 4096):
                 x = torch.randn(rows, inputs, device=CUDA, dtype=torch.bfloat16)
                 ours = captured(partial(quantized.linear, x), own)
@@ -229,6 +230,15 @@ def products(bandwidth: float, rate: float) -> dict[str, dict[str, float]]:
                     "of_limit": least / ours,
                     "bfloat16_us": 1e6 * torchs,
                 }
+    return found
+
+
+def filled(kind: Grouped | Kind, outputs: int, inputs: int) -> Quantized:
+    """Returns a random matrix of one of `TYPES` on the device."""
+    numbers = type_of([kind], inputs)
+    assert numbers is not None
+    found = numbers.empty(outputs, CUDA)
+    QuantizedPlace(found, 0, outputs).fill(random_matrix(np.random.default_rng(0), kind, outputs, inputs))
     return found
 
 
@@ -253,19 +263,22 @@ def experts(bandwidth: float, rate: float) -> dict[str, dict[str, float]]:
     """Measures the experts of a layer of Qwen3-30B-A3B, which tokens choose at random. `of_limit`: the time that the
     bytes of chosen experts or the operations take at least, over the measured time."""
     count, chosen, hidden, width = 128, 8, 2048, 768
-    inner, down = (
-        torch.randn(count, *shape, device=CUDA, dtype=torch.bfloat16)
-        for shape in ((2 * width, hidden), (hidden, width))
-    )
+    shapes = (count * 2 * width, hidden), (count * hidden, width)
     found = {}
-    for rows in (1, 16, 64, 256, 2048):
-        x, weights = (torch.randn(rows, each, device=CUDA, dtype=torch.bfloat16) for each in (hidden, chosen))
-        ids = torch.rand(rows, count, device=CUDA).topk(chosen, dim=1).indices
-        work = partial(mix_experts, x, ids, weights, inner, down, None)
-        seconds = captured(work, ["silu"] * 8)
-        numbers, read = 3 * hidden * width, len(set(ids.flatten().tolist()))
-        least = max(2 * numbers * read / bandwidth, 2 * numbers * ids.numel() / rate)
-        found[f"{rows} rows"] = {"us": 1e6 * seconds, "of_limit": least / seconds}
+    for name in ("bfloat16", "int4", "fp8", "mxfp4"):
+        inner, down = (
+            filled(TYPES[name], *shape) if name in TYPES else torch.randn(*shape, device=CUDA, dtype=torch.bfloat16)
+            for shape in shapes
+        )
+        size = sum(each.bytes if isinstance(each, Quantized) else 2 * each.numel() for each in (inner, down))
+        for rows in (1, 16, 64, 256, 2048):
+            x, weights = (torch.randn(rows, each, device=CUDA, dtype=torch.bfloat16) for each in (hidden, chosen))
+            ids = torch.rand(rows, count, device=CUDA).topk(chosen, dim=1).indices
+            work = partial(mix_experts, x, ids, weights, inner, down, count, None)
+            seconds = captured(work, ["silu"] * 8)
+            read = len(set(ids.flatten().tolist()))
+            least = max(size / count * read / bandwidth, 6 * hidden * width * ids.numel() / rate)
+            found[f"{name}, {rows} rows"] = {"us": 1e6 * seconds, "of_limit": least / seconds}
     return found
 
 

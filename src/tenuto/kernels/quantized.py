@@ -12,15 +12,17 @@ LANES = 32
 
 
 class Numbers(Enum):
-    """The numbers of a quantized matrix: unsigned integers of 4 or 8 bits, or E4M3 floats (arXiv:2209.05433)."""
+    """The numbers of a quantized matrix: unsigned integers of 4 or 8 bits, or E2M1 (arXiv:2310.10537) or E4M3
+    (arXiv:2209.05433) floats."""
 
     INT4 = "int4"
+    FP4 = "fp4"
     INT8 = "int8"
     FP8 = "fp8"
 
     @property
     def bits(self) -> int:
-        return 4 if self is Numbers.INT4 else 8
+        return 4 if self in (Numbers.INT4, Numbers.FP4) else 8
 
     @property
     def chunk(self) -> int:
@@ -36,7 +38,7 @@ class Quantized:
     `words`, int32 [outputs, chunks, LANES]: number i of a chunk has bits `bits * (i // LANES)` and up of word `i %
     LANES`, so that what one shift of all words yields are neighbours. Numbers after the last input are 0. `scales`
     are float16 or float32 [groups, outputs], and so are `minima`. Without minima integers are signed: a minimum is the
-    scale times -8 or -128.
+    scale times -8 or -128. Scales of E2M1 are E8M0, uint8: the exponent of a power of two, plus 127.
     """
 
     numbers: Numbers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tenuto.kernels.linear import linear
+from tenuto.kernels.linear import Weight, linear
 from tenuto.models.block import UNGATED, Room, Step, activate, scaled
 from tenuto.models.config import Experts, Mlp
 from tenuto.models.mlp import MlpBlock
@@ -13,8 +13,8 @@ from tenuto.models.mlp import MlpBlock
 class ExpertsBlock:
     """One layer's experts and router.
 
-    `_inner` is [experts, parts * width, hidden], where the parts are gate (unless ungated) and up projection; `_down`
-    is [experts, hidden, width]. `_biases` are those of the router, `_inner` and `_down`."""
+    `_inner` is [experts * parts * width, hidden], where the parts are gate (unless ungated) and up projection; `_down`
+    is [experts * hidden, width]. `_biases` are those of the router, `_inner` and `_down`, [experts, ...]."""
 
     def __init__(self, shape: Experts, hidden: int, name: str, room: Room) -> None:
         """The names of its weights begin with `name`."""
@@ -24,18 +24,16 @@ class ExpertsBlock:
         self._router = room.matrix(f"{name}gate.weight", s.count, hidden)
         self._correction = room.floats(f"{name}gate.correction", s.count) if s.sigmoid else None
 
-        def of_all(kind: str, outputs: dict[str, int], *inputs: int) -> torch.Tensor:
-            """Returns the tensor of all experts' weights, [experts, sum of outputs, inputs]."""
-            names = {f"{name}experts.{i}.{part}.{kind}": n for i in range(s.count) for part, n in outputs.items()}
-            return room.stacked(names, *inputs).view(s.count, -1, *inputs)
+        def of_all(kind: str, outputs: dict[str, int]) -> dict[str, int]:
+            """Returns the names of all experts' weights, with their numbers of outputs."""
+            return {f"{name}experts.{i}.{part}.{kind}": n for i in range(s.count) for part, n in outputs.items()}
 
-        self._biases = (
-            (room.matrix(f"{name}gate.bias", s.count), of_all("bias", inner), of_all("bias", down))
-            if s.biased
-            else None
-        )
-        self._inner = of_all("weight", inner, hidden)
-        self._down = of_all("weight", down, s.width)
+        def biases(outputs: dict[str, int]) -> torch.Tensor:
+            return room.stacked(of_all("bias", outputs)).view(s.count, -1)
+
+        self._biases = (room.matrix(f"{name}gate.bias", s.count), biases(inner), biases(down)) if s.biased else None
+        self._inner = room.factors(of_all("weight", inner), hidden)
+        self._down = room.factors(of_all("weight", down), s.width)
         shared = Mlp(s.shared, s.activation) if s.shared else None
         self._shared = MlpBlock(shared, hidden, f"{name}shared_expert.", room) if shared else None
         gate = f"{name}shared_expert_gate.weight"
@@ -55,7 +53,7 @@ class ExpertsBlock:
         """Returns the sum of the outputs of the `chosen` experts, multiplied by their `weights`."""
         biases = self._biases[1:] if self._biases is not None else None
         if self._fused is not None:
-            given = x, chosen, weights, self._inner, self._down
+            given = x, chosen, weights, self._inner, self._down, self._shape.count
             return self._fused.mix_experts(*given, biases, self._shape.activation)
         result = torch.zeros_like(x)
         for expert in torch.unique(chosen).tolist():
@@ -66,8 +64,13 @@ class ExpertsBlock:
     def _compute(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """Returns the output of one expert for `x`, both [tokens, hidden]."""
         inner, outer = (bias[expert] for bias in self._biases[1:]) if self._biases is not None else (None, None)
-        activated = activate(self._shape.activation, linear(x, self._inner[expert], inner))
-        return linear(activated, self._down[expert], outer)
+        activated = activate(self._shape.activation, linear(x, self._part(self._inner, expert), inner))
+        return linear(activated, self._part(self._down, expert), outer)
+
+    def _part(self, matrix: Weight, expert: int) -> torch.Tensor:
+        """Returns the part of a matrix that belongs to one expert."""
+        assert isinstance(matrix, torch.Tensor)  # only the device's own kernels compute with quantized ones
+        return matrix.view(self._shape.count, -1, matrix.shape[1])[expert]
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the experts chosen for each token, int64, and their weights, both [tokens, chosen]."""

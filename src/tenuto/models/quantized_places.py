@@ -23,11 +23,12 @@ _TYPES: dict[PanelFormat, tuple[Numbers, tuple[torch.dtype, torch.dtype | None]]
     PanelFormat.Q8_0: (Numbers.INT8, (torch.float16, None)),
     PanelFormat.INT8: (Numbers.INT8, (torch.float32, torch.float32)),
     PanelFormat.FP8: (Numbers.FP8, (torch.float32, None)),
+    PanelFormat.MXFP4: (Numbers.FP4, (torch.uint8, None)),
 }
 """Numbers, and the types of scales and minima, of the panels whose blocks our kernels for GPUs compute with."""
 
-_MOST_SCALE = 128
-"""Kernels multiply scales of FP8 by 2 ** 120."""
+_MOST_SCALES = {Numbers.FP8: 128, Numbers.FP4: 127 + 64}
+"""Scales of floats are less than this: kernels multiply them by 2 ** 120 or 2 ** 62."""
 _TOGETHER = 2048
 """The number of outputs that are rearranged at a time."""
 
@@ -84,18 +85,19 @@ class QuantizedPlace:
         return self.count, self.matrix.inputs
 
     def fill(self, weight: StoredWeight) -> None:
-        """Copies a weight of the type and shape that the place was made for. Raises `ModelError` for scales of FP8
+        """Copies a weight of the type and shape that the place was made for. Raises `ModelError` for scales of floats
         with which a weight could not be a float32 on the way."""
         rows, own = weight.read(), self.matrix
         for begin in range(0, self.count, _TOGETHER):
             blocks = _split(rows[begin : begin + _TOGETHER], weight.kind, own.inputs)
             part = slice(self.first + begin, self.first + begin + len(blocks.quants))
             quants = _moved(blocks.quants, own.words)
-            if own.numbers is Numbers.INT4:
+            if own.numbers.bits == 4:
                 quants = torch.cat((quants & 15, quants >> 4), dim=-1)
             own.words[part] = packed(quants.flatten(1), own.numbers)
-            if own.numbers is Numbers.FP8 and not (np.abs(blocks.scales[0]) < _MOST_SCALE).all():
-                raise ModelError(f"an FP8 matrix has scales that are not numbers below {_MOST_SCALE}")
+            most = _MOST_SCALES.get(own.numbers)
+            if most is not None and not (np.abs(blocks.scales[0]) < most).all():
+                raise ModelError(f"a matrix of {own.numbers.name} has stored scales that are not below {most}")
             own.scales[:, part] = _moved(blocks.scales[0], own.words).t()
             if own.minima is not None:
                 own.minima[:, part] = _moved(blocks.scales[1], own.words).t()

@@ -29,6 +29,7 @@ from tenuto.exec.row_options import RowOptions
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.gpu.adapters import SLOTS
 from tenuto.kernels.gpu.fused import FUSED
+from tenuto.kernels.quantized import Quantized
 from tenuto.kernels.sampling import OPTIONS
 from tenuto.models.config import Experts, GatedDelta, ModelConfig
 from tenuto.models.decoder import Decoder
@@ -43,6 +44,7 @@ MODELS = {
     "gated delta net": model(2, 32, [GatedDelta(1, 2, 16, 16, 4), attention(2, 1, 16, gated=True)], 48, 101, 128),
     "experts": model(1, 32, [attention(2, 1, 16)], Experts(5, 2, 16, normalised=True), 101, 128),
 }
+EXPERTS = Experts(3, 2, 32, normalised=True)
 DRAWN = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=3)
 
 
@@ -182,14 +184,20 @@ def test_plans_that_a_captured_step_cannot_carry_out_are_left_to_the_host(monkey
     executor.close()
 
 
-@pytest.mark.parametrize("name", TYPES)
-def test_quantized_weights_in_their_bits_give_the_tokens_of_decoded_ones(name: str) -> None:
-    config = model(2, 64, [attention(2, 1, 32)], 96, 101, 128)
+@pytest.mark.parametrize(
+    ("name", "network"), [*((name, 96) for name in TYPES), *((name, EXPERTS) for name in ("int4 with zeros", "mxfp4"))]
+)
+def test_quantized_weights_in_their_bits_give_the_tokens_of_decoded_ones(name: str, network: int | Experts) -> None:
+    config = model(2, 64, [attention(2, 1, 32)], network, 101, 128)
     prompts = np.random.default_rng(1).integers(0, config.vocab, (3, 33)).astype(np.int32)
+    inner = "_inner" if isinstance(network, Experts) else "_gate_up"
     results = []
     for fused in (None, FUSED):
         with torch.inference_mode():
             made = Decoder(config, stored(config, TYPES[name]), DEVICE, torch.float32, fused)
+        if fused is not None:
+            networks = [vars(layer._feed_forward) for layer in made._layers]
+            assert all(isinstance(each, Quantized) for parts in networks for each in (parts["_down"], parts[inner]))
         executor = ModelExecutor(TorchForward(made, 32) if fused is None else GpuForward(made, 32, HostQueue()))
         results.append(Rows(executor, 3, 128, DRAWN).turns(prompts, 4).tolist())
         executor.close()

@@ -36,6 +36,7 @@ from tenuto.kernels.gpu.steps import (
     spread,
     trace,
 )
+from tenuto.kernels.linear import Weight
 from tenuto.kernels.quantized import Numbers, Quantized
 from tenuto.kernels.recurrent import Slots
 from tenuto.models.block import GATES, UNGATED
@@ -162,14 +163,26 @@ def stepping() -> None:
     finish(entries, samples, tokens, sampled)
 
 
-def mixing(dtype: torch.dtype, hidden: int, width: int, experts: int, chosen: int, *, biased: bool = False) -> None:
-    """Mixes experts for a few tokens, and for many."""
-    one = torch.zeros(1, dtype=dtype)
-    inner, down = one.expand(experts, 2 * width, hidden), one.expand(experts, hidden, width)
+def mixing(
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    experts: int,
+    chosen: int,
+    *,
+    biased: bool = False,
+    numbers: Numbers | None = None,
+) -> None:
+    """Mixes experts, of `shape` (hidden, width), for a few tokens, and for many."""
+    (hidden, width), one = shape, torch.zeros(1, dtype=dtype)
+
+    def matrix(outputs: int, inputs: int) -> Weight:
+        return one.expand(outputs, inputs) if numbers is None else weights(numbers, inputs, outputs, 32)
+
+    inner, down = matrix(experts * 2 * width, hidden), matrix(experts * hidden, width)
     biases = (one.expand(experts, 2 * width), one.expand(experts, hidden)) if biased else None
     for tokens in (16, 64 * experts // chosen):
         x, ids = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(tokens, chosen, dtype=torch.int64)
-        mix_experts(x, ids, torch.zeros(tokens, chosen, dtype=dtype), inner, down, biases, "silu")
+        mix_experts(x, ids, torch.zeros(tokens, chosen, dtype=dtype), inner, down, experts, biases, "silu")
 
 
 def adapting(dtype: torch.dtype, inputs: int, outputs: Sequence[int]) -> None:
@@ -184,11 +197,16 @@ def multiplying(dtype: torch.dtype, inputs: int, outputs: int) -> None:
         linear(torch.zeros(rows, inputs, dtype=dtype), torch.zeros(1, dtype=dtype).expand(outputs, inputs))
 
 
+def weights(numbers: Numbers, inputs: int, outputs: int, group: int, *, minima: bool = False) -> Quantized:
+    words = torch.zeros(1, dtype=torch.int32).expand(outputs, -(-inputs // numbers.chunk), 32)
+    kind = torch.uint8 if numbers is Numbers.FP4 else torch.float16
+    scales = torch.zeros(1, dtype=kind).expand(-(-inputs // group), outputs)
+    return Quantized(numbers, inputs, group, words, scales, scales if minima else None)
+
+
 def dequantizing(numbers: Numbers, inputs: int, outputs: int, group: int, *, minima: bool = False) -> None:
     """Multiplies by a quantized matrix: few rows, more, and more whose inputs are divided; and decodes it."""
-    words = torch.zeros(1, dtype=torch.int32).expand(outputs, inputs // numbers.chunk, 32)
-    scales = torch.zeros(1, dtype=torch.float16).expand(-(-inputs // group), outputs)
-    weight = Quantized(numbers, inputs, group, words, scales, scales if minima else None)
+    weight = weights(numbers, inputs, outputs, group, minima=minima)
     quantized.decoded(weight, torch.bfloat16)
     for rows in (1, 16, 32, 64):
         quantized.linear(torch.zeros(rows, inputs, dtype=torch.bfloat16), weight)
@@ -198,6 +216,7 @@ _HALF = frozenset({"decode", "prefill"})
 _LINEAR = frozenset({"_linear"})
 _QUANTIZED = frozenset({"_many"})
 _EXPERTS = frozenset({"_multiply"})
+_QUANTIZED_EXPERTS = frozenset({"_multiply_quantized"})
 LAUNCHES = {
     "attention of Llama 3": Launch(partial(attending, torch.bfloat16, 128, 32, 8), _HALF),
     "attention of Qwen 3": Launch(partial(attending, torch.float16, 128, 16, 8, more=True), _HALF),
@@ -227,13 +246,23 @@ LAUNCHES = {
     "product of few rows": Launch(partial(multiplying, torch.bfloat16, 4096, 6144), _LINEAR),
     "product of few rows and many outputs": Launch(partial(multiplying, torch.float16, 4096, 128_256), _LINEAR),
     "product of few rows and uneven inputs": Launch(partial(multiplying, torch.bfloat16, 1584, 4096), _LINEAR),
-    "experts of Qwen 3": Launch(partial(mixing, torch.bfloat16, 2048, 768, 128, 8), _EXPERTS),
-    "experts of gpt-oss": Launch(partial(mixing, torch.float16, 2880, 2880, 32, 4, biased=True), _EXPERTS),
+    "experts of Qwen 3": Launch(partial(mixing, torch.bfloat16, (2048, 768), 128, 8), _EXPERTS),
+    "experts of gpt-oss": Launch(partial(mixing, torch.float16, (2880, 2880), 32, 4, biased=True), _EXPERTS),
+    "experts of gpt-oss in MXFP4": Launch(
+        partial(mixing, torch.bfloat16, (2880, 2880), 32, 4, biased=True, numbers=Numbers.FP4), _QUANTIZED_EXPERTS
+    ),
+    "experts of Qwen 3 in 4 bits": Launch(
+        partial(mixing, torch.bfloat16, (2048, 768), 128, 8, numbers=Numbers.INT4), _QUANTIZED_EXPERTS
+    ),
+    "experts of Qwen 3 in FP8": Launch(
+        partial(mixing, torch.float16, (2048, 768), 128, 8, numbers=Numbers.FP8), _QUANTIZED_EXPERTS
+    ),
     "adapters of Llama 3": Launch(partial(adapting, torch.bfloat16, 4096, [4096, 1024, 1024])),
     "adapters of SmolLM2": Launch(partial(adapting, torch.float16, 1536, [576])),
     "4 bits": Launch(partial(dequantizing, Numbers.INT4, 4096, 28_672, 128), _QUANTIZED),
     "4 bits with minima": Launch(partial(dequantizing, Numbers.INT4, 4096, 4096, 32, minima=True), _QUANTIZED),
     "8 bits": Launch(partial(dequantizing, Numbers.INT8, 4096, 6144, 4096), _QUANTIZED),
+    "MXFP4": Launch(partial(dequantizing, Numbers.FP4, 2880, 4096, 32), _QUANTIZED),
     "FP8": Launch(partial(dequantizing, Numbers.FP8, 14_336, 4096, 128), _QUANTIZED),
     "ends of steps": Launch(stepping),
     "product of few rows in float32": Launch(partial(multiplying, torch.float32, 4096, 4096)),

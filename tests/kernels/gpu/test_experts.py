@@ -7,8 +7,11 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from tenuto.kernels.gpu.experts import mix_experts
+from tenuto.kernels.linear import Weight
+from tenuto.kernels.quantized import Numbers
 from tenuto.models.block import UNGATED, activate
 from tests.kernels.gpu.conftest import DEVICE
+from tests.kernels.gpu.matrices import quantized
 
 
 class Mixture:
@@ -24,8 +27,9 @@ class Mixture:
         dtype: torch.dtype = torch.float32,
         *,
         biased: bool = False,
+        numbers: Numbers | None = None,
     ) -> None:
-        """`experts`: their number, and how many a token chooses."""
+        """`experts`: their number, and how many a token chooses. `numbers`: those of quantized weights."""
         count, chosen = experts
         generator = torch.Generator().manual_seed(tokens + hidden)
 
@@ -33,20 +37,30 @@ class Mixture:
             return torch.randn(shape, generator=generator).to(dtype)
 
         self.activation = activation
-        self.x = random(tokens, hidden + 3)[:, :hidden]
+        small = 1.0 if numbers is None else 2.0**-6  # quantized weights are larger
+        self.x = random(tokens, hidden + 3)[:, :hidden] * small
         preferred = torch.arange(count, 0, -1.0) ** 2  # some experts are chosen often, others hardly ever
         self.chosen = torch.multinomial(preferred.expand(max(tokens, 1), count), chosen, generator=generator)[:tokens]
         self.weights = random(tokens, chosen).abs()
         inner = width if activation in UNGATED else 2 * width
-        self.inner, self.down = random(count, inner, hidden) * hidden**-0.5, random(count, hidden, width) * width**-0.5
+        self.count = count
+
+        def matrix(outputs: int, inputs: int) -> tuple[Weight, torch.Tensor]:
+            """Returns the matrix of all experts, on the device, and each one's weights."""
+            if numbers is None:
+                plain = random(count * outputs, inputs) * inputs**-0.5
+                return plain.to(DEVICE), plain.view(count, outputs, inputs).double()
+            made, plain = quantized(numbers, count * outputs, inputs, 32, minima=biased)
+            return made, plain.view(count, outputs, inputs)
+
+        (self.inner, self._inner), (self.down, self._down) = matrix(inner, hidden), matrix(hidden, width)
         self.biases = (random(count, inner), random(count, hidden)) if biased else None
 
     def mixed(self, tokens: slice = slice(None)) -> torch.Tensor:
         """Returns what the kernels compute for some tokens."""
         x, chosen, weights = (each[tokens].to(DEVICE) for each in (self.x, self.chosen, self.weights))
         biases = (self.biases[0].to(DEVICE), self.biases[1].to(DEVICE)) if self.biases is not None else None
-        inner, down = self.inner.to(DEVICE), self.down.to(DEVICE)
-        return mix_experts(x, chosen, weights, inner, down, biases, self.activation).cpu()
+        return mix_experts(x, chosen, weights, self.inner, self.down, self.count, biases, self.activation).cpu()
 
     def expected(self) -> torch.Tensor:
         """Returns what the experts compute one after another, float64."""
@@ -54,8 +68,8 @@ class Mixture:
         for token, (chosen, weights) in enumerate(zip(self.chosen.tolist(), self.weights.tolist(), strict=True)):
             for expert, weight in zip(chosen, weights, strict=True):
                 first, second = (each[expert].double() for each in self.biases) if self.biases else (None, None)
-                x = functional.linear(self.x[token : token + 1].double(), self.inner[expert].double(), first)
-                x = functional.linear(activate(self.activation, x), self.down[expert].double(), second)
+                x = functional.linear(self.x[token : token + 1].double(), self._inner[expert], first)
+                x = functional.linear(activate(self.activation, x), self._down[expert], second)
                 found[token] += weight * x[0]
         return found
 
@@ -72,6 +86,30 @@ def test_experts_are_mixed(tokens, experts, sizes, activation, biased) -> None:
     hidden, width = sizes
     made = Mixture(tokens, experts, hidden, width, activation, biased=biased)
     torch.testing.assert_close(made.mixed().double(), made.expected(), rtol=2e-5, atol=2e-5)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    numbers=st.sampled_from(Numbers),
+    tokens=st.sampled_from([1, 17, 40]),
+    experts=st.sampled_from([(1, 1), (3, 2), (20, 4)]),
+    sizes=st.sampled_from([(64, 32), (96, 288), (256, 64)]),
+    activation=st.sampled_from(["clamped", "relu2"]),
+    biased=st.booleans(),
+)
+def test_experts_with_quantized_weights_are_mixed(numbers, tokens, experts, sizes, activation, biased) -> None:
+    hidden, width = sizes
+    made = Mixture(tokens, experts, hidden, width, activation, biased=biased, numbers=numbers)
+    expected = made.expected()
+    apart = (made.mixed().double() - expected).abs().max() / expected.abs().max()
+    assert apart < 2e-4
+
+
+@pytest.mark.parametrize("numbers", Numbers)
+def test_many_tokens_of_experts_with_quantized_weights_fill_tiles(numbers: Numbers) -> None:
+    made = Mixture(130, (3, 2), 96, 64, numbers=numbers)
+    expected = made.expected()
+    assert (made.mixed().double() - expected).abs().max() < 2e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize(("tokens", "tile"), [(130, 64), (60, 16)])

@@ -11,39 +11,14 @@ from hypothesis import strategies as st
 from tenuto.base.errors import ModelError
 from tenuto.kernels.gpu.quantized import linear
 from tenuto.kernels.native.formats import PanelFormat
-from tenuto.kernels.native.grouped import E4M3, Grouped
-from tenuto.kernels.quantized import Numbers, Quantized, packed
+from tenuto.kernels.native.grouped import Grouped
+from tenuto.kernels.quantized import Numbers
 from tenuto.models.quantized_places import QuantizedPlace, type_of
 from tenuto.models.weights import StoredWeight
 from tests.kernels.gpu.conftest import DEVICE
+from tests.kernels.gpu.matrices import quantized
 
 TYPES = [torch.float16, torch.float32]
-
-
-def quantized(numbers: Numbers, outputs: int, inputs: int, group: int, minima: bool) -> tuple[Quantized, torch.Tensor]:
-    """Returns a random matrix, and its weights, float64."""
-    generator = torch.Generator().manual_seed(outputs + inputs + group)
-    values = torch.randint(0, 2**numbers.bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
-    if numbers is Numbers.FP8:
-        values &= 0xBF  # values up to 2, no NaN
-    groups = -(-inputs // group)
-    scales = (torch.rand(groups, outputs, generator=generator) + 0.5).half()
-    least = torch.randn(groups, outputs, generator=generator) if minima and numbers is not Numbers.FP8 else None
-    found = Quantized(
-        numbers,
-        inputs,
-        group,
-        packed(values, numbers).to(DEVICE),
-        scales.to(DEVICE),
-        None if least is None else least.to(DEVICE),
-    )
-    of_input = torch.arange(inputs) // group
-    scale = scales.double()[of_input].T
-    if numbers is Numbers.FP8:
-        return found, torch.from_numpy(E4M3)[values.long()].double() * scale
-    if least is None:
-        return found, (values.double() - 2 ** (numbers.bits - 1)) * scale
-    return found, values.double() * scale + least.double()[of_input].T
 
 
 @example(
@@ -122,7 +97,7 @@ STORED = {
     "8 bits": grouped(PanelFormat.INT8, 192, halves=True),
     "8 bits with zeros": grouped(PanelFormat.INT8, 64, halves=False),
     "FP8": grouped(PanelFormat.FP8, 128, halves=False),
-    **{kind.name: ggml(kind) for kind in (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.Q4_K)},
+    **{kind.name: ggml(kind) for kind in (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.Q4_K, Kind.MXFP4)},
 }
 
 
@@ -143,14 +118,27 @@ def test_stored_weights_keep_their_bits_and_mean_the_same(name: str) -> None:
     assert matrix.bytes < 2 * outputs * inputs * 1.4 * kind.numbers.bits / 8 + 2 * outputs * 256
 
 
-def test_scales_with_which_weights_of_8_bits_overflow_are_an_error() -> None:
+def test_scales_with_which_weights_overflow_are_an_error() -> None:
     stored = STORED["FP8"]
     kind = type_of([stored.kind], 192)
     assert kind is not None
     whole = stored.read().copy()
     whole[3, 192:196] = np.array([200.0], np.float32).view(np.uint8)
-    with pytest.raises(ModelError, match="scales that are not numbers below 128"):
+    with pytest.raises(ModelError, match="FP8 has stored scales that are not below 128"):
         QuantizedPlace(kind.empty(35, DEVICE), 0, 35).fill(StoredWeight(stored.kind, stored.shape, lambda: whole))
+    stored = STORED["MXFP4"]
+    kind = type_of([stored.kind], 512)
+    assert kind is not None
+    blocks = stored.read().reshape(35, 16, 17).copy()
+    for scale in (190, 191, 255):
+        blocks[3, 4, 0] = scale
+        place = QuantizedPlace(kind.empty(35, DEVICE), 0, 35)
+        weight = StoredWeight(stored.kind, stored.shape, lambda: blocks.reshape(35, -1))
+        if scale == 190:
+            place.fill(weight)
+            continue
+        with pytest.raises(ModelError, match="FP4 has stored scales that are not below 191"):
+            place.fill(weight)
 
 
 def test_weights_that_differ_in_type_or_have_one_the_kernels_do_not_know_are_decoded() -> None:

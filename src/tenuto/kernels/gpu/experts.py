@@ -2,7 +2,8 @@
 know how many there are.
 
 A token and one of its experts are a pair. Pairs are ordered by expert and cut into tiles of one expert each, by the
-device. There are as many programs as there can be tiles at most.
+device. There are as many programs as there can be tiles at most. Quantized weights become numbers just before they are
+multiplied.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import triton
 import triton.language as tl
 
 from tenuto.kernels.gpu.activations import gated
+from tenuto.kernels.gpu.quantized import REGISTERS, add_chunk, constants_of
+from tenuto.kernels.linear import Weight
+from tenuto.kernels.quantized import LANES, Quantized
 
 _COUNTED = 1024
 """The number of pairs that are counted at a time."""
 _PLACED = 32
 """The number of pairs that a program puts into order."""
+_LANES = tl.constexpr(LANES)
 _COMBINED = 1024
 """The number of results that a program adds up."""
 _FEW = 16
@@ -29,10 +34,11 @@ _MANY = 64
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Pairs in order. `pairs`, int32 [pairs]: their numbers, those of an expert together. `firsts`, int32 [experts +
-    1]: where each expert's begin. `tiles`, int32 [experts]: the number of tiles up to each expert's last. `size`: the
-    most pairs of a tile. `most`: the most tiles."""
+    """Pairs in order. `experts`: the number of all experts. `pairs`, int32 [pairs]: the pairs' numbers, those of an
+    expert together. `firsts`, int32 [experts + 1]: where each expert's begin. `tiles`, int32 [experts]: the number of
+    tiles up to each expert's last. `size`: the most pairs of a tile. `most`: the most tiles."""
 
+    experts: int
     pairs: torch.Tensor
     firsts: torch.Tensor
     tiles: torch.Tensor
@@ -44,17 +50,18 @@ def mix_experts(
     x: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
-    inner: torch.Tensor,
-    down: torch.Tensor,
+    inner: Weight,
+    down: Weight,
+    experts: int,
     biases: tuple[torch.Tensor, torch.Tensor] | None,
     activation: str,
 ) -> torch.Tensor:
     """Returns the sum of the experts' outputs for `x`, both [tokens, hidden]. Of each token they are those in `chosen`,
-    int64, multiplied by `weights`, both [tokens, chosen]. An expert multiplies by its part of `inner`, [experts, parts
-    * width, hidden], applies `activation`, see `activations.gated`, and multiplies by its part of `down`, [experts,
-    hidden, width]. `biases` are those of `inner` and `down`. Sums are float32. Rows of `x` are contiguous, as are
-    matrices."""
-    order = ordered(chosen, len(inner))
+    int64, multiplied by `weights`, both [tokens, chosen]. An expert multiplies by its part of `inner`, [experts * parts
+    * width, hidden], applies `activation`, see `activations.gated`, and multiplies by its part of `down`, [experts *
+    hidden, width]. `biases` are those of `inner` and `down`, [experts, ...]. Sums are float32. Rows of `x` are
+    contiguous, as are matrices."""
+    order = ordered(chosen, experts)
     first, second = biases if biases is not None else (None, None)
     activated = gated(activation, _product(x, inner, first, order, chosen.shape[1]))
     return _combined(_product(activated, down, second, order, 1), weights)
@@ -73,34 +80,50 @@ def ordered(chosen: torch.Tensor, experts: int) -> Order:
         chosen, free, firsts, tiles, many, COUNT=experts, EXPERTS=padded, TILE=size, BLOCK=_COUNTED, num_warps=8
     )
     _place[(triton.cdiv(many, _PLACED),)](chosen, free, pairs, many, BLOCK=_PLACED, num_warps=1)
-    return Order(pairs, firsts, tiles, size, min(many, many // size + experts))
+    return Order(experts, pairs, firsts, tiles, size, min(many, many // size + experts))
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, order: Order, each: int) -> torch.Tensor:
+def _product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, order: Order, each: int) -> torch.Tensor:
     """Multiplies the row of each pair, which has the number of the pair divided by `each`, by the matrix of its expert.
     Returns [pairs, outputs]."""
-    experts, outputs, inputs = weight.shape
-    many = order.size > _FEW
-    block, step = 128 if many else 64, 128 // x.element_size()
+    inputs, outputs = x.shape[1], len(weight) // order.experts
     found = torch.empty((len(order.pairs), outputs), device=x.device, dtype=x.dtype)
+    given = bias, order.pairs, order.firsts, order.tiles, found, inputs, outputs, x.stride(0)
+    constants = {
+        "EACH": each,
+        "COUNT": order.experts,
+        "EXPERTS": triton.next_power_of_2(order.experts),
+        "TILE": order.size,
+    }
+    many = order.size > _FEW
+    if isinstance(weight, Quantized):
+        block = 128 if not many or weight.numbers.bits == 8 else 64
+        chunks = weight.words.shape[1]
+        _multiply_quantized[(triton.cdiv(outputs, block), order.most)](
+            x,
+            weight.words,
+            weight.scales,
+            weight.minima,
+            *given,
+            chunks,
+            EVEN=inputs == chunks * weight.numbers.chunk,
+            BLOCK=block,
+            **constants,
+            **constants_of(weight),
+            num_warps=4,
+            num_stages=3,
+            maxnreg=REGISTERS,
+        )
+        return found
+    block, step = 128 if many else 64, 128 // x.element_size()
     _multiply[(triton.cdiv(outputs, block), order.most)](
         x,
         weight,
-        bias,
-        order.pairs,
-        order.firsts,
-        order.tiles,
-        found,
-        inputs,
-        outputs,
-        x.stride(0),
-        EACH=each,
-        COUNT=experts,
-        EXPERTS=triton.next_power_of_2(experts),
+        *given,
         EVEN=inputs % step == 0,
-        TILE=order.size,
         BLOCK=block,
         INPUTS=step,
+        **constants,
         num_warps=8 if many else 4,
         num_stages=3 if many else 4,
     )
@@ -208,6 +231,65 @@ def _multiply(
             sums += tl.load(line, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
         inside = present[:, None] & (output < outputs)[None, :]
         tl.store(found + pair[:, None] * outputs + output[None, :], sums.to(found.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _multiply_quantized(
+    x,
+    words,
+    scales,
+    minima,
+    bias,
+    pairs,
+    firsts,
+    tiles,
+    found,
+    inputs,
+    outputs,
+    stride,
+    chunks,
+    EACH: tl.constexpr,
+    COUNT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Does what `_multiply` does, with a quantized matrix."""
+    expert, pair, present = tile_of(tl.program_id(1), pairs, firsts, tiles, COUNT, EXPERTS, TILE)
+    if expert < COUNT:
+        output = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        lane = tl.arange(0, _LANES)
+        own = expert * outputs + tl.minimum(output, outputs - 1)
+        values = x + (pair // EACH)[None, :] * stride + lane[:, None]
+        read = words + own.to(tl.int64)[:, None] * chunks * _LANES + lane[None, :]
+        sums = tl.zeros([BLOCK, TILE], tl.float32)
+        for chunk in range(chunks):
+            sums = add_chunk(
+                sums,
+                values,
+                present,
+                read,
+                scales,
+                minima,
+                own,
+                chunk,
+                inputs,
+                COUNT * outputs,
+                KIND,
+                GROUP,
+                GROUPS,
+                CHUNK,
+                EVEN,
+            )
+        if bias is not None:
+            sums += tl.load(bias + own).to(tl.float32)[:, None]
+        inside = (output < outputs)[:, None] & present[None, :]
+        tl.store(found + pair[None, :] * outputs + output[:, None], sums.to(found.dtype.element_ty), mask=inside)
 
 
 @triton.jit

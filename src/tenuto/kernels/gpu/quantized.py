@@ -24,14 +24,14 @@ _MANY = 192
 """For more rows, it is faster to decode a matrix once, for the time of the product, and to let PyTorch multiply."""
 _DECODED = 64
 """The number of outputs that a program decodes at a time."""
-_REGISTERS = 224
+REGISTERS = 224
 """Registers of a thread; without a bound, the compiler sometimes takes so few that it has to spill some."""
 _SWATH = 8
 """Neighbouring programs compute this many tiles of rows with the same weights, then the next weights."""
 
 _LANES = tl.constexpr(LANES)
-_INT4, _INT8, _FP8 = (tl.constexpr(i) for i in range(3))
-_KINDS = {Numbers.INT4: 0, Numbers.INT8: 1, Numbers.FP8: 2}
+_INT4, _INT8, _FP8, _FP4 = (tl.constexpr(i) for i in range(4))
+_KINDS = {Numbers.INT4: 0, Numbers.INT8: 1, Numbers.FP8: 2, Numbers.FP4: 3}
 
 
 def linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -43,12 +43,7 @@ def linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None)
     found = torch.empty((rows, outputs), device=x.device, dtype=x.dtype)
     if rows == 0:
         return found
-    constants = {
-        "KIND": _KINDS[weight.numbers],
-        "GROUP": weight.group,
-        "GROUPS": len(weight.scales),
-        "CHUNK": weight.numbers.chunk,
-    }
+    constants = constants_of(weight)
     factors = x, weight.words, weight.scales, weight.minima, bias, found
     if rows == 1:
         block, together, warps = one_constants(weight)
@@ -79,7 +74,7 @@ def linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None)
         **constants,
         num_warps=warps,
         num_stages=stages,
-        maxnreg=_REGISTERS,
+        maxnreg=REGISTERS,
     )
     if parts is not None:
         _add_up[(triton.cdiv(outputs, 1024), rows)](parts, bias, found, rows, outputs, SPLITS=splits, BLOCK=1024)
@@ -98,13 +93,20 @@ def decoded(weight: Quantized, dtype: torch.dtype) -> torch.Tensor:
         weight.inputs,
         outputs,
         chunks,
-        KIND=_KINDS[weight.numbers],
-        GROUP=weight.group,
-        GROUPS=len(weight.scales),
-        CHUNK=weight.numbers.chunk,
         BLOCK=_DECODED,
+        **constants_of(weight),
     )
     return found
+
+
+def constants_of(weight: Quantized) -> dict[str, int]:
+    """Returns the constants that all kernels for a matrix of this type have."""
+    return {
+        "KIND": _KINDS[weight.numbers],
+        "GROUP": weight.group,
+        "GROUPS": len(weight.scales),
+        "CHUNK": weight.numbers.chunk,
+    }
 
 
 def one_constants(weight: Quantized) -> tuple[int, int, int]:
@@ -129,7 +131,10 @@ def _numbers(words, scale, minimum, PLACE: tl.constexpr, KIND: tl.constexpr):
         # much too large.
         bits = ((words << (24 - 8 * PLACE)) >> 4) & -0x78100000
         return bits.to(tl.float32, bitcast=True) * scale
-    each: tl.constexpr = 4 if KIND == _INT4 else 8
+    if KIND == _FP4:  # the same, 2 ** 126 times too small
+        bits = ((words << (28 - 4 * PLACE)) >> 6) & -0x7E400000
+        return bits.to(tl.float32, bitcast=True) * 1.8446744073709552e19 * scale  # 2 ** 64
+    each: tl.constexpr = 8 if KIND == _INT8 else 4
     at: tl.constexpr = 12 + each * PLACE % 8
     shift: tl.constexpr = each * PLACE - at
     moved = words >> shift if shift > 0 else words << -shift
@@ -140,6 +145,10 @@ def _numbers(words, scale, minimum, PLACE: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 def _scaled(scales, minima, place, KIND: tl.constexpr):
     """Returns scales and minima, float32."""
+    if KIND == _FP4:
+        exponent = tl.load(scales + place).to(tl.int32) + 62  # 2 ** 62 times as much, see `_numbers`
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+        return scale, scale
     scale = tl.load(scales + place).to(tl.float32)
     if KIND == _FP8:
         scale *= 1.329227995784916e36  # 2 ** 120, see `_numbers`
@@ -155,9 +164,9 @@ def _scaled(scales, minima, place, KIND: tl.constexpr):
 def _tiny_numbers(words, scale, minimum, PLACE: tl.constexpr, KIND: tl.constexpr):
     """Returns what `_numbers` does, 2 ** 64 times too small. One instruction takes the bits of a number out of a word:
     where float32 has the highest bits of its mantissa and the lowest of its exponent, they count up from 0."""
-    if KIND == _FP8:
+    if KIND >= _FP8:  # or FP4
         return _numbers(words, scale * 5.421010862427522e-20, minimum, PLACE, KIND)  # 2 ** -64
-    each: tl.constexpr = 4 if KIND == _INT4 else 8
+    each: tl.constexpr = 8 if KIND == _INT8 else 4
     at: tl.constexpr = 16 + each * PLACE % 8
     shift: tl.constexpr = each * PLACE - at
     moved = words >> shift if shift > 0 else words << -shift
@@ -210,6 +219,39 @@ def _one(
     tl.store(found + output, total.to(found.dtype.element_ty), mask=output < outputs)
 
 
+@triton.jit
+def add_chunk(
+    sums,
+    values,
+    present,
+    words,
+    scales,
+    minima,
+    output,
+    chunk,
+    inputs,
+    outputs,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Returns `sums`, float32 [outputs, rows], with the products of one chunk of the inputs added. `values`: where the
+    first inputs of rows are, [lanes, rows]; unless EVEN, rows that are not `present` are 0. `words`: where the first
+    ones of outputs are, [outputs, lanes]. `output`: the numbers of these among all `outputs` of the matrix."""
+    w = tl.load(words + chunk * _LANES)
+    for place in tl.static_range(CHUNK // _LANES):
+        at = chunk * CHUNK + place * _LANES
+        if place * _LANES % GROUP == 0:
+            group = tl.minimum(at // GROUP, GROUPS - 1) * outputs + output
+            scale, minimum = _scaled(scales, minima, group, KIND)
+        v = tl.load(values + at) if EVEN else tl.load(values + at, mask=(at < inputs) & present[None, :], other=0.0)
+        weights = _numbers(w, scale[:, None], minimum[:, None], place, KIND).to(v.dtype)
+        sums = tl.dot(weights, v, sums, input_precision="ieee")
+    return sums
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _many(
     x,
@@ -249,18 +291,23 @@ def _many(
     begin = tl.program_id(1) * each
     sums = tl.zeros([BLOCK, ROWS], tl.float32)
     for chunk in range(begin, tl.minimum(begin + each, chunks)):
-        w = tl.load(own + chunk * _LANES)
-        for place in tl.static_range(CHUNK // _LANES):
-            at = chunk * CHUNK + place * _LANES
-            if place * _LANES % GROUP == 0:
-                group = tl.minimum(at // GROUP, GROUPS - 1) * outputs + kept
-                scale, minimum = _scaled(scales, minima, group, KIND)
-            if EVEN:
-                v = tl.load(values + at)
-            else:
-                v = tl.load(values + at, mask=(at < inputs) & (row < rows)[None, :], other=0.0)
-            weights = _numbers(w, scale[:, None], minimum[:, None], place, KIND).to(x.dtype.element_ty)
-            sums = tl.dot(weights, v, sums, input_precision="ieee")
+        sums = add_chunk(
+            sums,
+            values,
+            row < rows,
+            own,
+            scales,
+            minima,
+            kept,
+            chunk,
+            inputs,
+            outputs,
+            KIND,
+            GROUP,
+            GROUPS,
+            CHUNK,
+            EVEN,
+        )
     inside = (row < rows)[None, :] & (output < outputs)[:, None]
     spots = row.to(tl.int64)[None, :] * outputs + output[:, None]
     if parts is not None:
