@@ -220,7 +220,7 @@ def test_guesses_of_a_draft_model_change_nothing(
     smollm2_path: Path, tmp_path: Path, layers: int, drafted: int, overlap: int
 ) -> None:
     """Its first layers alone are mostly wrong; the model itself is wrong where turns have penalties or grammars.
-    Guesses cost no time by the clock, so their number does not depend on the machine."""
+    Guesses cost no time by the clock, so their number depends on the sampled tokens alone."""
     draft = opened(str(with_layers(smollm2_path, tmp_path / "draft.gguf", layers)), EXACT)
 
     def run(*, guesses: bool) -> Said:
@@ -229,7 +229,7 @@ def test_guesses_of_a_draft_model_change_nothing(
             config = EngineConfig(context_length=CONTEXT, max_running=RUNNING)
             proposer = DraftProposer(draft_model(draft, config, 60, ManualClock()), SuffixProposer())
         try:
-            return say(model, asked_turns(model, 24, seed=5), overlap, proposer)
+            return say(model, asked_turns(model, 24, seed=7), overlap, proposer)
         finally:
             model.executor.close()
 

@@ -32,8 +32,9 @@ class Numbers(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A matrix [outputs, inputs] in which `group` neighbouring inputs of an output share a scale; the last group may
-    have fewer. A weight is its number times the group's scale, plus the group's minimum, if its numbers are integers.
+    """A matrix [outputs, inputs] in which `group` neighbouring inputs of an output, 16 or a multiple of `LANES`, share
+    a scale; the last group may have fewer. A weight is its number times the group's scale, plus the group's minimum, if
+    its numbers are integers.
 
     `words`, int32 [outputs, chunks, LANES]: number i of a chunk has bits `bits * (i // LANES)` and up of word `i %
     LANES`, so that what one shift of all words yields are neighbours. Numbers after the last input are 0. `scales`

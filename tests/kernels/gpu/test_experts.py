@@ -37,7 +37,7 @@ class Mixture:
             return torch.randn(shape, generator=generator).to(dtype)
 
         self.activation = activation
-        small = 1.0 if numbers is None else 2.0**-6  # quantized weights are larger
+        small = 1.0 if numbers is None else 2.0 ** -(4 + numbers.bits)  # quantized weights are larger
         self.x = random(tokens, hidden + 3)[:, :hidden] * small
         preferred = torch.arange(count, 0, -1.0) ** 2  # some experts are chosen often, others hardly ever
         self.chosen = torch.multinomial(preferred.expand(max(tokens, 1), count), chosen, generator=generator)[:tokens]
@@ -50,7 +50,8 @@ class Mixture:
             if numbers is None:
                 plain = random(count * outputs, inputs) * inputs**-0.5
                 return plain.to(DEVICE), plain.view(count, outputs, inputs).double()
-            made, plain = quantized(numbers, count * outputs, inputs, 32, minima=biased)
+            group = 16 if numbers is Numbers.INT8 else 32
+            made, plain = quantized(numbers, count * outputs, inputs, group, minima=biased)
             return made, plain.view(count, outputs, inputs)
 
         (self.inner, self._inner), (self.down, self._down) = matrix(inner, hidden), matrix(hidden, width)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from tenuto.kernels.gpu.activations import gated
-from tenuto.kernels.gpu.quantized import REGISTERS, add_chunk, constants_of
+from tenuto.kernels.gpu.quantized import REGISTERS, add_chunk, constants_of, many_constants
 from tenuto.kernels.linear import Weight
 from tenuto.kernels.quantized import LANES, Quantized
 
@@ -95,9 +95,8 @@ def _product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, order: 
         "EXPERTS": triton.next_power_of_2(order.experts),
         "TILE": order.size,
     }
-    many = order.size > _FEW
     if isinstance(weight, Quantized):
-        block = 128 if not many or weight.numbers.bits == 8 else 64
+        block, _, warps, stages = many_constants(order.size, weight.numbers.bits)
         chunks = weight.words.shape[1]
         _multiply_quantized[(triton.cdiv(outputs, block), order.most)](
             x,
@@ -110,11 +109,12 @@ def _product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, order: 
             BLOCK=block,
             **constants,
             **constants_of(weight),
-            num_warps=4,
-            num_stages=3,
+            num_warps=warps,
+            num_stages=stages,
             maxnreg=REGISTERS,
         )
         return found
+    many = order.size > _FEW
     block, step = 128 if many else 64, 128 // x.element_size()
     _multiply[(triton.cdiv(outputs, block), order.most)](
         x,

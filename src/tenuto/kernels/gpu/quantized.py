@@ -161,6 +161,20 @@ def _scaled(scales, minima, place, KIND: tl.constexpr):
 
 
 @triton.jit
+def _scaled_lanes(
+    scales, minima, group, output, outputs, KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr
+):
+    """Returns scales and minima of a row of lanes, float32 [outputs, 1]; [outputs, lanes] if two groups share it."""
+    scale, minimum = _scaled(scales, minima, tl.minimum(group, GROUPS - 1) * outputs + output, KIND)
+    scale, minimum = scale[:, None], minimum[:, None]
+    if GROUP < _LANES:
+        later = (tl.arange(0, _LANES) >= GROUP)[None, :]
+        second, least = _scaled(scales, minima, tl.minimum(group + 1, GROUPS - 1) * outputs + output, KIND)
+        scale, minimum = tl.where(later, second[:, None], scale), tl.where(later, least[:, None], minimum)
+    return scale, minimum
+
+
+@triton.jit
 def _tiny_numbers(words, scale, minimum, PLACE: tl.constexpr, KIND: tl.constexpr):
     """Returns what `_numbers` does, 2 ** 64 times too small. One instruction takes the bits of a number out of a word:
     where float32 has the highest bits of its mantissa and the lowest of its exponent, they count up from 0."""
@@ -210,7 +224,8 @@ def _one(
         for place in tl.static_range(CHUNK // _LANES):
             at = chunk * CHUNK + place * _LANES
             if place * _LANES % GROUP == 0:
-                scale, minimum = _scaled(scales, minima, tl.minimum(at // GROUP, GROUPS - 1) * outputs + kept, KIND)
+                group = (at + lane if GROUP < _LANES else at) // GROUP
+                scale, minimum = _scaled(scales, minima, tl.minimum(group, GROUPS - 1) * outputs + kept, KIND)
             v = tl.load(x + at + lane) if EVEN else tl.load(x + at + lane, mask=at < inputs, other=0.0)
             sums += _tiny_numbers(w, scale, minimum, place, KIND) * v.to(tl.float32)
     total = tl.sum(tl.sum(sums, axis=2), axis=1) * 1.8446744073709552e19  # 2 ** 64
@@ -244,10 +259,9 @@ def add_chunk(
     for place in tl.static_range(CHUNK // _LANES):
         at = chunk * CHUNK + place * _LANES
         if place * _LANES % GROUP == 0:
-            group = tl.minimum(at // GROUP, GROUPS - 1) * outputs + output
-            scale, minimum = _scaled(scales, minima, group, KIND)
+            scale, minimum = _scaled_lanes(scales, minima, at // GROUP, output, outputs, KIND, GROUP, GROUPS)
         v = tl.load(values + at) if EVEN else tl.load(values + at, mask=(at < inputs) & present[None, :], other=0.0)
-        weights = _numbers(w, scale[:, None], minimum[:, None], place, KIND).to(v.dtype)
+        weights = _numbers(w, scale, minimum, place, KIND).to(v.dtype)
         sums = tl.dot(weights, v, sums, input_precision="ieee")
     return sums
 
@@ -343,9 +357,8 @@ def _decode(
     for place in tl.static_range(CHUNK // _LANES):
         at = chunk * CHUNK + place * _LANES
         if place * _LANES % GROUP == 0:
-            group = tl.minimum(at // GROUP, GROUPS - 1) * outputs + kept
-            scale, minimum = _scaled(scales, minima, group, KIND)
-        weights = _numbers(w, scale[:, None], minimum[:, None], place, KIND)
+            scale, minimum = _scaled_lanes(scales, minima, at // GROUP, kept, outputs, KIND, GROUP, GROUPS)
+        weights = _numbers(w, scale, minimum, place, KIND)
         tl.store(spots + at, weights.to(found.dtype.element_ty), mask=(output < outputs)[:, None] & (at < inputs))
 
 
