@@ -176,8 +176,13 @@ def test_key_scales_follow_from_the_size_of_their_weights() -> None:
         8: 1 / 8, 40: 1 / 8,
     }  # fmt: skip
     assert (set(keys.scales), set(keys.wide)) == ({0}, {1})
-    again = key_scales(config, Panels(weights, plain=False), wide=frozenset({2}))  # as memory was laid out before
-    assert (set(again.scales), set(again.wide)) == ({0, 1}, {2})
+    assert key_scales(config, Panels(weights, plain=False)).digest == keys.digest
+    norms[0, 40] = 5.0
+    others = [
+        (name, StoredWeight.of(norms[0], Kind.F32) if name.endswith("0.self_attn.k_norm.weight") else each)
+        for name, each in weights
+    ]
+    assert key_scales(config, Panels(others, plain=False)).digest != keys.digest
 
 
 @every_variant
@@ -194,9 +199,6 @@ def test_layers_whose_keys_exceed_bytes_stay_in_16_bits(tmp_path: Path, text: li
     driver = MixedDriver(executor, rows=1, units=100)
     cut = torch.cat([driver.logits({0: text[a:b]}).clone() for a, b in ((0, 40), (40, 41), (41, LENGTH))])
     assert torch.equal(cut, whole) or variant == "amx"
-    again = executor.load(None)
-    assert again.forward.spec == executor.spec
-    again.close()
     executor.close()
     model.model.layers[0].self_attn.k_proj.bias.data[5] = 3000.0
     model.save_pretrained(tmp_path)
@@ -206,6 +208,38 @@ def test_layers_whose_keys_exceed_bytes_stay_in_16_bits(tmp_path: Path, text: li
         found.append(MixedDriver(executor, rows=1, units=100).logits({0: text}).clone())
         executor.close()
     assert torch.equal(*found)
+
+
+@every_variant
+def test_weights_that_replace_others_scale_keys_as_those_did(tmp_path: Path, text: list[int], variant: str) -> None:
+    """So keys that stay in memory, or come back to it, mean what they meant."""
+    model = tiny_qwen2(max_position_embeddings=1024)
+    for layer in model.model.layers[1:]:  # these layers stay in 16 bits, and are not scaled
+        layer.self_attn.k_proj.bias.data[5] = 3000.0
+    model.float().save_pretrained(tmp_path / "first")
+    model.model.layers[0].self_attn.k_proj.bias.data[5::16] = 60.0
+    model.save_pretrained(tmp_path / "second")
+    executor, second = (native(tmp_path / name, variant) for name in ("first", "second"))
+    assert second.forward.layout != executor.forward.layout
+    second.close()
+    whole = MixedDriver(executor, rows=1, units=100).logits({0: text}).clone()
+    groups, every, layout = range(len(executor.spec.groups)), np.arange(100, dtype=np.int32), executor.forward.layout
+
+    def begun() -> MixedDriver:
+        driver = MixedDriver(executor, rows=1, units=100)
+        driver.logits({0: text[:200]})
+        return driver
+
+    begun()
+    kept = [list(executor.read_units(group, every)) for group in groups]
+    for name in ("second", "first"):
+        executor.restore((), executor.load(str(tmp_path / name)))
+        assert executor.forward.layout == layout
+    driver = begun()  # in the same units
+    for group in groups:
+        executor.write_units(group, every, kept[group])
+    assert torch.equal(driver.logits({0: text[200:]}), whole[200:]) or variant == "amx"
+    executor.close()
 
 
 @needs_variant

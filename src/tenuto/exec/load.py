@@ -25,6 +25,7 @@ from tenuto.models.adapter import Adapter, Translation, read_adapter
 from tenuto.models.checkpoint import ModelCheckpoint, open_checkpoint, weights_of
 from tenuto.models.config import ModelConfig
 from tenuto.models.digest import WeightsDigest
+from tenuto.models.native.key_scales import KeyScales
 from tenuto.models.native.obstacle import obstacle
 from tenuto.models.native.program import NativeProgram
 from tenuto.models.store import ModelFiles, resolve
@@ -78,13 +79,13 @@ def load_executor(
     checkpoint = checkpoint or open_checkpoint(files)
     forward = _forward(files, options, checkpoint)
     config, spec, layout = forward.config, forward.spec, forward.layout  # `again` must not keep `forward` alive
-    wide = forward.wide if isinstance(forward, NativeForward) else None
+    scales = forward.key_scales if isinstance(forward, NativeForward) else None
 
     def again(path: str | None) -> Forward:
         """Reads the model again, or the one at `path`, to replace the weights that run. Raises `InvalidRequest` unless
         the model has this shape, these memory groups and this layout of units, and `ModelError` or `ConfigError`."""
         found = files if path is None else resolve(path, cache_dir())
-        other = _forward(found, options, wide=wide)
+        other = _forward(found, options, scales=scales)
         differing = _differing(config, other.config)
         if differing or other.spec != spec or other.layout != layout:
             other.close()
@@ -106,16 +107,16 @@ def _forward(
     files: ModelFiles,
     options: ExecutorOptions,
     checkpoint: ModelCheckpoint | None = None,
-    wide: frozenset[int] | None = None,
+    scales: KeyScales | None = None,
 ) -> Forward:
-    """Builds the forward pass of a model, whose weights are opened here unless `checkpoint` is given. `wide`: see
+    """Builds the forward pass of a model, whose weights are opened here unless `checkpoint` is given. `scales`: see
     `NativeProgram`. Raises `ModelError` or `ConfigError`."""
     checkpoint = checkpoint or open_checkpoint(files)
     longest = checkpoint.config.max_context
     config = checkpoint.config.within(min(options.context or longest, longest))
     if not options.predictor:
         config = replace(config, predictor=())
-    forward = _native_forward(config, files, checkpoint, options, wide)
+    forward = _native_forward(config, files, checkpoint, options, scales)
     return forward if forward is not None else _torch_forward(config, files, checkpoint, options)
 
 
@@ -143,7 +144,7 @@ def _native_forward(
     files: ModelFiles,
     checkpoint: ModelCheckpoint,
     options: ExecutorOptions,
-    wide: frozenset[int] | None,
+    scales: KeyScales | None,
 ) -> Forward | None:
     """Builds the forward pass with native kernels; None if plain PyTorch must compute."""
     device, dtype, kernels, cache = options.device, options.dtype, options.kernels, options.cache
@@ -159,7 +160,7 @@ def _native_forward(
     try:
         found = _native(config, cache, options)
         with interleaved(options.nodes):
-            packed = _packed(config, files, checkpoint, options, wide)
+            packed = _packed(config, files, checkpoint, options, scales)
         forward = NativeForward(found, packed, threads=usable_cores())
     except Unavailable as reason:
         if kernels != "auto":
@@ -203,20 +204,21 @@ def _packed(
     files: ModelFiles,
     checkpoint: ModelCheckpoint,
     options: ExecutorOptions,
-    wide: frozenset[int] | None,
+    scales: KeyScales | None,
 ) -> NativeProgram:
     kv_type, plain = KVCacheDtype(options.kv_cache_dtype), options.dtype is not None
 
     def program(memory: WeightMemory) -> NativeProgram:
         weights = weights_of(checkpoint, config)
         return NativeProgram(
-            config, weights, options.page_size, plain=plain, kv_cache_dtype=kv_type, wide=wide, memory=memory
+            config, weights, options.page_size, plain=plain, kv_cache_dtype=kv_type, scales=scales, memory=memory
         )
 
     try:
         if not options.share_weights or options.cache is None:
             return program(PrivateMemory())
-        key = repr((WeightsDigest(files).stamps, config, plain, kv_type, wide and sorted(wide), _sources()))
+        given = scales.digest if scales is not None and kv_type.scaled_keys else None
+        key = repr((WeightsDigest(files).stamps, config, plain, kv_type, given, _sources()))
         with shared_memory(options.cache / "weights", sha256(key.encode()).hexdigest()) as memory:
             return program(memory)
     except OSError as error:

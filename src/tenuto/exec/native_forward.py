@@ -80,9 +80,8 @@ class NativeLogits:
 class NativeForward:
     """A `Forward` for any mix of layers that the native kernels support.
 
-    `wide`: numbers of the mixers whose keys and values take 16 bits although those of others take 8. `weight_bytes`:
-    size of the weights in memory. `op_seconds`, float64 [len(OpKind)], is the time all steps so far have spent in each
-    kind of operation.
+    `weight_bytes`: size of the weights in memory. `op_seconds`, float64 [len(OpKind)], is the time all steps so far
+    have spent in each kind of operation.
 
     Invariant: `_model` lives as long as `_handle`, which points into it.
     """
@@ -90,7 +89,7 @@ class NativeForward:
     def __init__(self, library: Library, model: NativeProgram, threads: int) -> None:
         """`threads`: the number of computing threads. Raises `ConfigError` if threads or memory cannot be allocated."""
         self._library, self._model = library, model
-        self.config, self.spec, self.wide = model.config, model.spec, model.wide
+        self.config, self.spec, self.key_scales = model.config, model.spec, model.key_scales
         self.weight_bytes = model.weight_bytes
         self.batch_invariant = True
         self.defaults = EngineOptions()
@@ -125,8 +124,8 @@ class NativeForward:
         if not self._kept_as:
             return weights
         kept = self._model.kv_cache_dtype
-        scaled = ", scaled keys" if kept.scaled_keys else ""
-        return f"{weights}, {kept.words} but for {sorted(self.wide)}{scaled}"
+        scaled = f", keys scaled by {self.key_scales.digest}" if kept.scaled_keys else ""
+        return f"{weights}, {kept.words} but for {sorted(self.key_scales.wide)}{scaled}"
 
     @property
     def description(self) -> str:
@@ -140,7 +139,7 @@ class NativeForward:
         words = self._model.kv_cache_dtype.words
         if not words:
             return ""
-        wide, layers = len(self.wide), sum(isinstance(mixer, Attention) for mixer in self.config.mixers)
+        wide, layers = len(self.key_scales.wide), sum(isinstance(mixer, Attention) for mixer in self.config.mixers)
         return words + (f", of 16 bits in {wide} of {layers} layers" if wide else "")
 
     def prepare(self, units: tuple[int, ...], rows: int, most_kept: int = 0) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 
 import numpy as np
 
@@ -29,24 +30,35 @@ class KeyScales:
     scales: Mapping[int, Floats]
     wide: frozenset[int]
 
+    @property
+    def digest(self) -> str:
+        """Stands for the scales: keys that were multiplied by others mean something else."""
+        found = sha256(repr(sorted(self.wide)).encode())
+        for number, scales in sorted(self.scales.items()):
+            found.update(f"{number}:".encode() + scales.tobytes())
+        return found.hexdigest()[:16]
 
-def key_scales(config: ModelConfig, panels: Panels, wide: frozenset[int] | None = None) -> KeyScales:
+
+UNSCALED = KeyScales({}, frozenset())
+
+
+def key_scales(config: ModelConfig, panels: Panels) -> KeyScales:
     """Computes the scales of a model's keys from its weights.
 
     In some models keys are far larger in a few dimensions than in the others: in Qwen2 because of biases, in Qwen3
     because of the weights of norms. Each part of 32 dimensions shares one quantization scale, so one such
-    dimension would leave only a few of 256 steps to the others. It is scaled down to the median of its part. Weights
-    that replace others pass the `wide` of those, because the layout of memory must stay. Raises `ModelError`."""
+    dimension would leave only a few of 256 steps to the others. It is scaled down to the median of its part. Raises
+    `ModelError`."""
     scales, found, number = dict[int, Floats](), set[int](), 0
     for name, layer in config.named_layers():
         for mixer in layer.mixers:
             steps = _steps(panels, mixer, name, config.hidden) if isinstance(mixer, Attention) else None
-            if steps is not None and wide is None and steps.min() < -MOST_STEPS:
+            if steps is not None and steps.min() < -MOST_STEPS:
                 found.add(number)
             elif steps is not None and steps.any():
                 scales[number] = np.exp2(np.maximum(steps, _LEAST)).astype(np.float32).ravel()
             number += 1
-    return KeyScales(scales, frozenset(found) if wide is None else wide)
+    return KeyScales(scales, frozenset(found))
 
 
 def _steps(panels: Panels, a: Attention, name: str, hidden: int) -> Floats | None:

@@ -16,7 +16,7 @@ from tenuto.models.config import PREDICTOR, Layer, ModelConfig
 from tenuto.models.groups import layer_groups, memory_spec
 from tenuto.models.native.building import Building, group_of, op
 from tenuto.models.native.feed_forward import feed_forward
-from tenuto.models.native.key_scales import KeyScales, key_scales
+from tenuto.models.native.key_scales import UNSCALED, KeyScales, key_scales
 from tenuto.models.native.mixers import mixer
 from tenuto.models.native.obstacle import obstacle
 from tenuto.models.native.panels import Panels
@@ -39,13 +39,13 @@ class NativeProgram:
         *,
         plain: bool = False,
         kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
-        wide: frozenset[int] | None = None,
+        scales: KeyScales | None = None,
         memory: WeightMemory | None = None,
     ) -> None:
-        """`weights` are those of `ModelCheckpoint.weights`; with `plain` they are converted to bfloat16. Weights that
-        replace others pass the `wide` of those (see `key_scales`). They are packed into `memory`, by default that of
-        this process. Raises `ModelError` if a weight is missing, unknown
-        or of a wrong shape, or if there is an `obstacle`."""
+        """`weights` are those of `ModelCheckpoint.weights`; with `plain` they are converted to bfloat16. They are
+        packed into `memory`, by default that of this process. Weights that replace others take over the `scales` of
+        keys, since memory may hold keys that were multiplied by them. Raises `ModelError` if a weight is missing,
+        unknown or of a wrong shape, or if there is an `obstacle`."""
         reason = obstacle(config)
         if reason is not None:
             raise ModelError(f"the native kernels cannot run this model: {reason}")
@@ -53,15 +53,14 @@ class NativeProgram:
         self.plain = plain
         self.kv_cache_dtype = kv_cache_dtype
         self._panels = Panels(weights, plain=plain, memory=memory)
-        scaled = kv_cache_dtype.scaled_keys
-        keys = key_scales(config, self._panels, wide) if scaled else KeyScales({}, frozenset())
-        self.wide = keys.wide
-        """Numbers of the mixers that keep keys and values in 16 bits although those of others are quantized."""
+        if scales is None:
+            scales = key_scales(config, self._panels) if kv_cache_dtype.scaled_keys else UNSCALED
+        self.key_scales = scales
         groups = layer_groups(
-            config, Element.BFLOAT16, convolutions=Element.FLOAT32, kv_type=kv_cache_dtype, wide=self.wide
+            config, Element.BFLOAT16, convolutions=Element.FLOAT32, kv_type=kv_cache_dtype, wide=scales.wide
         )
         self.spec = memory_spec(groups, page_size, -(-page_size // LANES) * LANES)
-        self._building = Building(config, self._panels, groups, keys.scales)
+        self._building = Building(config, self._panels, groups, scales.scales)
         ops, head = self._operations()
         self.whole = range(len(ops))
         """The operations of the model itself, among `ops`; behind them are those of its head."""
