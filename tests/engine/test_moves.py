@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from tenuto.base.errors import InvalidRequest, Misdirected, NoRoom, NotFound, SessionBusy
-from tenuto.base.options import TurnParams
+from tenuto.base.errors import AdapterBusy, InvalidRequest, Misdirected, NoRoom, NotFound, Overloaded, SessionBusy
+from tenuto.base.options import SessionAdapter, TurnParams
 from tenuto.base.turns import TurnState
 from tenuto.base.wire.moves import StateEnd, StateOffer, StatePiece
 from tenuto.engine import erasure
@@ -33,6 +33,7 @@ from tests.engine.stage import (
     every_mix,
     every_overlap,
 )
+from tests.engine.test_adapters import load
 from tests.engine.test_snapshots import begin, goes_on
 
 IDENTITY = "weights"
@@ -85,12 +86,15 @@ class Move:
         found: StateEnd = sent(end, StateEnd)
         return found
 
-    def give(self, end: StateEnd) -> Turn | None:
+    def give(self, end: StateEnd, *, completed: bool = False) -> Turn | None:
+        """`completed`: the other engine has the state already."""
         there, session = self.there.engine, self.here.engine.registry.find("s")
         assert session is not None
         saved = session.saved()
-        there.arrivals.complete("m", end)
+        if not completed:
+            there.arrivals.complete("m", end)
         readied = there.turns.ready(end.turn, None) if end.turn is not None else None
+        there.arrivals.let_in("m")
         arrived = there.sessions.restore(saved, journaled=True)
         there.arrivals.give("m", arrived, end.position)
         turn = there.turns.go_on(arrived, readied, arrived.memory.computed) if readied is not None else None
@@ -391,6 +395,77 @@ def test_a_session_whose_state_has_grown_beyond_the_room_stays_where_it_is() -> 
     here.engine.departures.resume("m")
     here.play()
     there.engine.audit()
+
+
+def test_the_last_place_is_kept_for_a_session_until_it_is_there() -> None:
+    here, there = Stage(), Stage(max_sessions=2)
+    history = list(here.committed().history)
+    there.open("first")
+    here.reach("mid-decode")
+    move = Move(here, there)
+    with pytest.raises(Overloaded, match="2 sessions are open"):
+        there.open("second")
+    turn = move.give(move.hold())
+    assert turn is not None
+    there.play()
+    assert list(turn.output) == continuation([*history, *count_from(600, 20)], 20)
+    there.engine.sessions.close("first")
+    there.open("second")
+    assert there.engine.registry.coming == 0
+
+
+def test_what_a_pinned_session_needs_is_kept_for_it_until_it_is_there() -> None:
+    here, there = Stage(), Stage(units=80)
+    here.committed(pinned=True, max_tokens=80)
+    there.open("pinned", pinned=True, max_tokens=80)
+    with pytest.raises(Overloaded, match="pinned sessions would take"):
+        Move(here, there)
+    here.engine.departures.resume("m")
+    assert there.engine.registry.coming == 0
+    there.engine.sessions.close("pinned")
+    move = Move(here, there)
+    with pytest.raises(Overloaded, match="pinned sessions would take"):
+        there.open("pinned", pinned=True, max_tokens=80)
+    move.give(move.hold())
+    assert there.engine.registry.get("s").policy.pinned
+    there.engine.sessions.close("s")
+    there.open("pinned", pinned=True, max_tokens=80)
+
+
+def test_an_adapter_stays_loaded_while_a_session_with_it_moves_here() -> None:
+    here, there = Stage(), Stage()
+    for stage in (here, there):
+        load(stage, "a")
+    history = list(here.committed(adapter=SessionAdapter("a")).history)
+    here.reach("mid-decode")
+    move = Move(here, there)
+    with pytest.raises(AdapterBusy, match="move here is 1"):
+        there.engine.adapters.unload("a")
+    turn = move.give(move.hold())
+    with pytest.raises(AdapterBusy, match="open turns"):
+        there.engine.adapters.unload("a")
+    there.play()
+    assert turn is not None
+    assert list(there.engine.registry.get("s").history)[: len(history)] == history
+    there.engine.adapters.unload("a")
+
+
+def test_complete_state_yields_to_turns_but_the_session_keeps_its_place() -> None:
+    here, there = Stage(), Stage(units=30, max_sessions=2)
+    history = list(here.committed(tokens=20).history)
+    here.reach("mid-decode")
+    there.open("busy")
+    move = Move(here, there)
+    end = move.hold()
+    there.engine.arrivals.complete("m", end)
+    there.say("busy", count_from(1, 100), 2)  # needs the room
+    there.play()
+    with pytest.raises(Overloaded):
+        there.open("second")
+    turn = move.give(end, completed=True)
+    there.play()
+    assert turn is not None
+    assert list(turn.output) == continuation([*history, *count_from(600, 20)], 20)
 
 
 def test_damaged_units_and_other_layouts_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tenuto.base.errors import AdapterBusy
 from tenuto.base.plan import AdapterWeights
 from tenuto.base.views import AdapterView
+from tenuto.engine.arrivals import Arrivals
 from tenuto.engine.core import Core
 from tenuto.engine.guard import guarded
 from tenuto.session.session import Session
@@ -13,12 +14,13 @@ from tenuto.session.session import Session
 class AdapterOperations:
     """Loads and unloads adapters between steps.
 
-    An adapter stays loaded as long as a turn with it is open. Idle sessions do not keep it: they stay, with their
-    memory, and their next turn is refused until the same weights are loaded again.
+    An adapter stays loaded as long as a turn with it is open, or a session with it moves here. Idle sessions do not
+    keep it: they stay, with their memory, and their next turn is refused until the same weights are loaded again.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, arrivals: Arrivals) -> None:
         self.fuse = core.fuse
+        self._arrivals = arrivals
         self._adapters = core.adapters
         self._executor = core.executor
         self._sessions = core.registry
@@ -43,7 +45,8 @@ class AdapterOperations:
 
     @guarded
     def unload(self, name: str) -> AdapterView:
-        """Removes an adapter. Raises `NotFound`, and `AdapterBusy` while turns with its weights are open."""
+        """Removes an adapter. Raises `NotFound`, and `AdapterBusy` while turns with its weights are open, or sessions
+        with them move here."""
         adapter = self._adapters.get(name)
         if self._adapters.is_last(adapter):
             open_turns = sum(
@@ -53,6 +56,11 @@ class AdapterOperations:
                 raise AdapterBusy(
                     f"the number of open turns with the adapter {name!r} is {open_turns}; it can be unloaded once they "
                     "have ended"
+                )
+            if arriving := self._arrivals.with_adapter(adapter.digest):
+                raise AdapterBusy(
+                    f"the number of sessions with the adapter {name!r} that move here is {arriving}; it can be "
+                    "unloaded once they have arrived"
                 )
         slot = self._adapters.remove(adapter)
         if slot is not None:

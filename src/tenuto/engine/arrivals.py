@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from tenuto.base.errors import ContextExceeded, InvalidRequest, InvariantError, NoRoom, NotFound, Overloaded
+from tenuto.base.errors import ContextExceeded, InvalidRequest, InvariantError, NoRoom, NotFound
 from tenuto.base.plan import Bytes, Copier, CopyFailed
 from tenuto.base.wire.moves import StateEnd, StateOffer, StatePiece
 from tenuto.base.wire.state_file import CopiedState
@@ -25,13 +25,16 @@ from tenuto.session.session import Session
 class Arrival:
     """A session that arrives. `leases`: one for each group, whose first `filled` units have contents. `copies`: in
     place of these, copies of its units, if there is no room on the device for a session without an open turn.
-    `weights`: the identity of those in use when room was reserved."""
+    `weights`: the identity of those in use when room was reserved. `complete`: whether nothing is missing any more.
+    `waits`: whether a place in the registry is kept for it."""
 
     offer: StateOffer
     weights: str
     leases: list[Lease] | None
     filled: list[int]
     copies: list[list[Bytes]] = field(default_factory=list)
+    complete: bool = False
+    waits: bool = True
 
 
 class Arrivals:
@@ -39,9 +42,14 @@ class Arrivals:
 
     State is written to units that this holder leases, or kept as copies for the tiers if the device has no room. None
     of it can be found before `give` has moved it to the session. Room is given up before a turn has to yield, and when
-    other weights are put to use; the session then stays where it is.
+    other weights are put to use; the session then stays where it is. Once its state is complete, it may belong to this
+    replica already: only its state is given up then, and computed again.
 
-    Invariant: the leases of `_arrivals` are those of this holder; `registry.coming` is the number of arrivals.
+    What it takes to open the session stays until `let_in`: a place in the registry, with the units of a pinned session,
+    and its adapter. So nothing can refuse it once the owner has changed.
+
+    Invariant: the leases of `_arrivals` are those of this holder; `registry.coming` is the number of arrivals that
+    wait.
     """
 
     holder_kind: ClassVar[HolderKind] = "copy"
@@ -74,15 +82,14 @@ class Arrivals:
             raise InvalidRequest(f"there is a move {move} already")
         self._occupation.require_memory()
         self._check(offer)
-        if len(self._registry) + self._registry.coming >= self._registry.max_sessions:
-            raise Overloaded(f"{len(self._registry)} sessions are open, the most allowed")
+        self._registry.keep_place(offer.policy)
         leases = self._lease(np.array(offer.units, np.int64))
         if leases is None and (offer.params is not None or not self._idle_memory.restores):
+            self._registry.free_place(offer.policy)
             raise NoRoom(f"the state of session {offer.session} takes {offer.units} units, which this replica lacks")
         nothing = [0] * len(offer.units)
         copies: list[list[Bytes]] = [[] for _ in offer.units] if leases is None else []
         self._arrivals[move] = Arrival(offer, self._memory.weights.identity, leases, nothing, copies)
-        self._registry.coming += 1
 
     def _check(self, offer: StateOffer) -> None:
         sizes = [self._copier.unit_bytes(group) for group in range(len(self._memory.groups))]
@@ -93,7 +100,7 @@ class Arrivals:
             )
         if len(offer.units) != len(sizes) or min([*offer.units, 0]) < 0:
             raise InvalidRequest(f"the session's state has {offer.units} units; allowed: one number for each group")
-        limit = min(self._registry.context_length, offer.policy.max_tokens or self._registry.context_length)
+        limit = self._registry.limit(offer.policy)
         if offer.length > limit:
             raise ContextExceeded(f"the session may get {offer.length} tokens; allowed here: {limit}")
         self._adapters.slot(offer.session, offer.policy)
@@ -181,11 +188,23 @@ class Arrivals:
                 lease.truncate(count)
         for group, copies in enumerate(arrival.copies):
             del copies[wanted[group] :]
+        arrival.complete = True
 
     def _counts(self, position: int) -> list[int]:
         return [table.kept_units(position) for table in SessionMemory(self._memory, self.holder_name).tables]
 
     # -- the end
+
+    @guarded
+    def let_in(self, move: str) -> None:
+        """Frees the place that was kept for a session, which is opened next."""
+        if (arrival := self._arrivals.get(move)) is not None:
+            self._free_place(arrival)
+
+    def with_adapter(self, digest: str) -> int:
+        """Returns the number of arriving sessions whose adapter has these weights."""
+        adapters = [each.offer.policy.adapter for each in self._arrivals.values()]
+        return sum(adapter is not None and adapter.digest == digest for adapter in adapters)
 
     @guarded
     def give(self, move: str, session: Session, position: int) -> None:
@@ -209,8 +228,14 @@ class Arrivals:
 
     def _take(self, move: str) -> Arrival | None:
         arrival = self._arrivals.pop(move, None)
-        self._registry.coming -= arrival is not None
+        if arrival is not None:
+            self._free_place(arrival)
         return arrival
+
+    def _free_place(self, arrival: Arrival) -> None:
+        if arrival.waits:
+            self._registry.free_place(arrival.offer.policy)
+        arrival.waits = False
 
     @staticmethod
     def _release(arrival: Arrival) -> None:
@@ -221,18 +246,28 @@ class Arrivals:
     def drop(self, move: str) -> None:
         """Gives up the room of a move, if there is any."""
         if (arrival := self._take(move)) is not None:
-            self._release(arrival)
-            self._registry.traces.add((arrival.offer.tenant, arrival.offer.session))
+            self._give_up(arrival)
 
     def withdraw(self) -> bool:
         """Gives up the room that was reserved last, because its units are needed. Returns whether there was any."""
         for move, arrival in reversed(self._arrivals.items()):
             if arrival.leases is not None:
-                self.drop(move)
+                self._withdraw(move, arrival)
                 return True
         return False
 
     def withdraw_all(self) -> None:
         """Gives up all room."""
-        for move in list(self._arrivals):
+        for move, arrival in list(self._arrivals.items()):
+            self._withdraw(move, arrival)
+
+    def _withdraw(self, move: str, arrival: Arrival) -> None:
+        if arrival.complete:
+            self._give_up(arrival)
+        else:
             self.drop(move)
+
+    def _give_up(self, arrival: Arrival) -> None:
+        self._release(arrival)
+        arrival.leases, arrival.copies, arrival.weights = None, [], ""  # of no weights, so it is not used
+        self._registry.traces.add((arrival.offer.tenant, arrival.offer.session))

@@ -134,7 +134,7 @@ class Engine:
         self.states = SessionStates(core, lifecycle, self.occupation)
         self.departures = Departures(core, lifecycle, self._flights)
         self.arrivals = Arrivals(core, lifecycle, self.occupation)
-        self.adapters = AdapterOperations(core)
+        self.adapters = AdapterOperations(core, self.arrivals)
         self.expectations = lifecycle.expectations
         self.auditor = Auditor(core, (self._admission, self.expectations, self.arrivals))
         self.erasure = Erasure(core, lifecycle, self.occupation, self._flights, self.auditor)

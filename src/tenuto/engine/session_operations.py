@@ -143,14 +143,17 @@ class SessionOperations:
         return session
 
     @guarded
-    def restore(self, saved: SavedSession, *, journaled: bool = False) -> Session:
-        """Opens a session that was saved by this engine or another; its history is computed again when needed. Its TTL
-        counts from `saved.used`, if that is known. A pinned session without room is opened unpinned. `journaled`: it
-        comes from the journal of this model's sessions, where it stays; its tokens were checked before they were
-        written. Raises the errors of `open`, and `ContextExceeded` if it is longer than sessions may be here."""
+    def restore(self, saved: SavedSession, *, journaled: bool = False, rested: float | None = None) -> Session:
+        """Opens a session that was saved by this engine or another; its history is computed again when needed.
+        `rested`: for how many seconds no turn of it has been open; by default, as far as that is known, since
+        `saved.used`. A pinned session without room is opened unpinned. `journaled`: it comes from the journal of this
+        model's sessions, where it stays; its tokens were checked before they were written. Raises the errors of `open`,
+        and `ContextExceeded` if it is longer than sessions may be here."""
         if not journaled:
             self._gate.read(saved.tokens)
-        idle = self._clock.wall() - saved.used if saved.used is not None else 0.0
+        idle = rested
+        if idle is None:
+            idle = self._clock.wall() - saved.used if saved.used is not None else 0.0
         open_with = partial(self._open, saved.session, system=saved.system, idle=idle, journaled=journaled)
         try:
             session = open_with(policy=saved.policy)

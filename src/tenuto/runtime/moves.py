@@ -189,13 +189,15 @@ class Moves:
     def hold(self, move: str) -> StateEnd:
         """Carries out `HoldMove`."""
 
-        def hold(engine: Engine) -> tuple[Rest, list[int]]:
+        def hold(engine: Engine) -> tuple[Rest, list[int], float]:
             rest = engine.departures.hold(move)
             self._held[move] = rest.session
             self._loop.publish(rest.session)
-            return rest, engine.departures.unit_bytes
+            return rest, engine.departures.unit_bytes, engine.now() - rest.session.last_turn_end
 
-        rest, sizes = self._loop.execute(hold, after_output=True).result()  # the edge hands over what it has got
+        rest, sizes, rested = self._loop.execute(
+            hold, after_output=True
+        ).result()  # the edge hands over what it has got
         position, units, pieces = rest.position, rest.units, rest.pieces
         if (lent := rest.lent) is not None:
             state = lent.read()
@@ -210,6 +212,7 @@ class Moves:
             kept=rest.kept if rest.lent is None else [0] * len(units),
             pieces=[piece.summed(sizes[piece.group]) for piece in pieces],
             turn=rest.moved,
+            rested=rested,
         )
 
     def owned(self) -> list[OwnedSession]:
@@ -321,7 +324,7 @@ class Moves:
         try:
             offer = self._expected(move)
             key = offer.tenant, offer.session
-            accept = partial(self._accept, move, end.position, readied, subscriber)
+            accept = partial(self._accept, move, end, readied, subscriber)
             session = self._ownership.receive(key, offer.owner, end.epoch, accept, self._read.get(move))
         finally:
             self._drop(move)
@@ -347,16 +350,17 @@ class Moves:
     def _accept(
         self,
         move: str,
-        position: int,
+        end: StateEnd,
         readied: Readied | None,
         subscriber: Subscriber,
         engine: Engine,
         saved: SavedSession,
     ) -> Session:
         """Opens a session that this replica owns now, with its state and its open turn. Runs in the engine's thread."""
-        session = engine.sessions.restore(saved, journaled=True)
+        engine.arrivals.let_in(move)
+        session = engine.sessions.restore(saved, journaled=True, rested=end.rested)
         try:
-            engine.arrivals.give(move, session, position)
+            engine.arrivals.give(move, session, end.position)
             if readied is not None:
                 turn = engine.turns.go_on(session, readied, session.memory.computed)
                 self._tickets[move] = views.ticket(turn, echo=False)

@@ -49,7 +49,7 @@ class Registry:
         self.pins = Pins(memory, context_length)
         self.max_sessions = max_sessions
         self._sessions: dict[SessionKey, Session] = {}
-        self.coming = 0  # sessions of other replicas for which room is reserved; written by `Arrivals`
+        self.coming = 0  # sessions of other replicas for which places are kept
         self.prefixes: dict[Session, None] = {}  # closed sessions whose memory is kept, in the order of their last use
         # The known use of tenants with limits elsewhere in the fleet; replaced by `TenantCounts`.
         self.elsewhere: Uses = {}
@@ -107,7 +107,7 @@ class Registry:
             raise AlreadyExists(f"session {session_id!r} is open already")
         if len(self._sessions) + self.coming >= self.max_sessions:
             raise Overloaded(f"{self.max_sessions} sessions are open, the most allowed; close some first")
-        limit = min(self.context_length, policy.max_tokens or self.context_length)
+        limit = self.limit(policy)
         if policy.pinned:
             self.pins.require(limit)
             self.pins.add(limit)
@@ -122,6 +122,25 @@ class Registry:
         self._tenants[policy.tenant].add(session)
         self.watch(session)
         return session
+
+    def limit(self, policy: Policy) -> int:
+        """Returns the most tokens that a session with this policy may have here."""
+        return min(self.context_length, policy.max_tokens or self.context_length)
+
+    def keep_place(self, policy: Policy) -> None:
+        """Keeps a place for a session of another replica. Raises `Overloaded`."""
+        if len(self._sessions) + self.coming >= self.max_sessions:
+            raise Overloaded(f"{len(self._sessions)} sessions are open, the most allowed")
+        if policy.pinned:
+            self.pins.require(self.limit(policy))
+            self.pins.add(self.limit(policy))
+        self.coming += 1
+
+    def free_place(self, policy: Policy) -> None:
+        """Ends what `keep_place` has begun."""
+        if policy.pinned:
+            self.pins.remove(self.limit(policy))
+        self.coming -= 1
 
     def use(self, tenant: str) -> Tenant:
         """Returns the counters and indexes of `tenant`. Read only."""

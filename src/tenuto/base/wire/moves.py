@@ -116,7 +116,8 @@ class MovedTurn(msgspec.Struct, frozen=True, kw_only=True):
 class StateEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a session's state, once nothing changes the session any more. `epoch`: that of its owner. `position`:
     the tokens that the state covers, in `units` of each group, of which the first `kept` were sent before and are still
-    right; `pieces` are the others, as far as they are not sent separately. `turn`: its open turn."""
+    right; `pieces` are the others, as far as they are not sent separately. `turn`: its open turn. `rested`: for how
+    many seconds no turn of it has been open, if that is known."""
 
     identity: str
     epoch: int
@@ -125,6 +126,7 @@ class StateEnd(msgspec.Struct, frozen=True, kw_only=True):
     kept: list[int]
     pieces: list[StatePiece]
     turn: MovedTurn | None
+    rested: float | None = None
 
 
 class LiveStream(msgspec.Struct, frozen=True, kw_only=True):
