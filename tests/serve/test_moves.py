@@ -126,6 +126,24 @@ def test_an_open_turn_moves_and_its_stream_goes_on(fleet: Replicas, clients: lis
         server.audit()
 
 
+def test_a_session_takes_the_last_place_of_a_replica_with_its_open_turn() -> None:
+    own = ("--max-sessions", "2")
+    model = ("--model", "witness:0.01", "--context-length", "8192")
+    with replicas(database(), 2, *model, lease=20, own=lambda _: own) as fleet, ExitStack() as closing:
+        one, two = (closing.enter_context(server.client()) for server in fleet.servers)
+        for http, session in ((two, "there"), (one, "s"), (one, "idle")):
+            http.post("/v1/sessions", json={"id": session}).raise_for_status()
+        reader = Reader(one, "/v1/sessions/s/turns", {"input": [1, 2, 3], "max_new_tokens": 400, "ignore_eos": True})
+        reader.read_more(20)
+        assert move(fleet, one, "s", 1).status_code == 200
+        assert reader.whole() == witness_output([1, 2, 3], 400)
+        full = move(fleet, one, "idle", 1)
+        assert (full.status_code, full.json()["error"]["code"]) == (429, "overloaded")
+        assert one.get("/v1/sessions/idle").json()["state"] == "open"
+        for server in fleet.servers:
+            server.audit()
+
+
 def test_turns_that_wait_go_with_their_session(fleet: Replicas, clients: list[httpx.Client]) -> None:
     one, two = clients
     one.post("/v1/sessions", json={"id": "queue"}).raise_for_status()

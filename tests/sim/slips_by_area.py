@@ -257,7 +257,18 @@ EXPECTATIONS = (
 """State that comes back early reaches a session that has changed or whose turn has begun, before it has arrived, or
 although it failed; its units are lost, or taken from turns to which they were promised; or it never comes."""
 
+ARRIVALS = (
+    Slip("engine.arrivals", "        if arrival.waits:\n            self._registry.free_place", "        if not arrival.waits:\n            self._registry.free_place"),
+    Slip("session.registry", "            self.pins.require(self.limit(policy))\n            self.pins.add(self.limit(policy))\n", "            pass\n"),
+    Slip("engine.arrivals", "        if arrival.complete:\n", "        if False:\n"),
+    Slip("engine.arrivals", "adapter is not None and adapter.digest == digest for", "False for"),
+    Slip("models.native.program", "        if scales is None:\n", "        if True:\n"),
+)  # fmt: skip
+"""What it takes to open a session that moves is given to others before it is there; or kept keys are read with other
+scales."""
+
 BY_AREA = {
+    "arrivals": ARRIVALS,
     "holes": HOLES,
     "maps": MAPS,
     "grammars": GRAMMARS,
