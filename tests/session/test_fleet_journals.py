@@ -228,6 +228,26 @@ def test_sessions_that_no_live_replica_owns_count_for_their_tenants(make: Make) 
     assert other.replicas.unowned_of([""]) == expected
 
 
+def test_sessions_whose_time_is_over_are_found_whatever_metadata_others_have(make: Make) -> None:
+    owner, other = make("a"), make("b")
+    unending = '"ttl":1,', "\0", "\\u0000", "\\\0", "ttl"
+    policies = {
+        "over": Policy(ttl=50, metadata=(("ttl", "1000"), *((text, text) for text in unending))),
+        "soon over": Policy(ttl=1.5e-7, pinned=True),
+        "later": Policy(ttl=1e9, metadata=(("ttl", "1"),)),
+        "never": Policy(metadata=tuple((text, text) for text in unending)),
+        "damaged": Policy(ttl=50),
+    }
+    for name, policy in policies.items():
+        owner.engine.sessions.open(name, policy)
+    owner.write()
+    owner.replicas.db.execute("UPDATE sessions SET used = used - 100")
+    owner.replicas.db.execute("UPDATE sessions SET policy = '\\xff00'::bytea WHERE name = 'damaged'")
+    assert other.replicas.expired(10) == []
+    owner.replicas.end()
+    assert sorted(other.replicas.expired(10)) == [("", "over"), ("", "soon over")]
+
+
 def test_of_several_replicas_that_claim_a_session_one_gets_it(make: Make) -> None:
     owner, others = make("a"), [make(name) for name in "bcde"]
     owner.open()

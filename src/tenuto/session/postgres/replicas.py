@@ -29,6 +29,9 @@ _UNOWNED = f"(owner IS NULL OR owner NOT IN (SELECT id FROM replicas WHERE {LIVE
 """Whether no live replica owns a session."""
 _NUMBERS = "string_to_array(?, ',')::bigint[]"
 """A value with numbers, separated by commas."""
+_TTL = """substring(encode(policy, 'escape') FROM '"ttl":([0-9]+([.][0-9]+){0,1}(e-[0-9]+){0,1})[,}]')::float8"""
+"""A session's time to live; NULL if it has none, or if its policy is damaged. Quotes within a policy's texts are
+escaped, so only the field is found. PostgreSQL cannot read all policies as JSON: it refuses texts with NUL."""
 FORGOTTEN = "INTERVAL '1 day'"
 """How long the row of a replica without sessions stays after its lease."""
 
@@ -214,8 +217,7 @@ class Replicas:
         those with a turn that is to be begun again."""
         query = (
             "SELECT tenant, name FROM sessions "
-            f"WHERE {_UNOWNED} "
-            "AND used + (convert_from(policy, 'UTF8')::jsonb ->> 'ttl')::float8 < extract(epoch FROM clock_timestamp())"
+            f"WHERE {_UNOWNED} AND used + {_TTL} < extract(epoch FROM clock_timestamp())"
             " AND NOT EXISTS (SELECT 1 FROM begun WHERE session = sessions.id AND begun.version = sessions.version)"
             " LIMIT ?"
         )
