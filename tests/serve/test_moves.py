@@ -104,6 +104,22 @@ def test_an_idle_session_moves_with_its_state(fleet: Replicas, clients: list[htt
         server.audit()
 
 
+def test_a_key_is_free_in_another_session_of_the_same_id_at_every_replica(
+    fleet: Replicas, clients: list[httpx.Client]
+) -> None:
+    one, two = clients
+    body = {"input": [1, 2], "max_new_tokens": 3, "stream": False}
+    key = {"idempotency-key": "k"}
+    for home, there, replica in ((one, two, 1), (two, one, 0)):
+        home.post("/v1/sessions", json={"id": "again"}).raise_for_status()
+        answers = [http.post("/v1/sessions/again/turns", json=body, headers=key).json() for http in clients]
+        assert move(fleet, home, "again", replica).status_code == 200
+        answers += [http.post("/v1/sessions/again/turns", json=body, headers=key).json() for http in clients]
+        assert all(answer == answers[0] for answer in answers)
+        assert answers[0]["version"] == there.get("/v1/sessions/again").raise_for_status().json()["version"] == 1
+        assert there.delete("/v1/sessions/again").status_code == 204
+
+
 def test_an_open_turn_moves_and_its_stream_goes_on(fleet: Replicas, clients: list[httpx.Client]) -> None:
     one, two = clients
     one.post("/v1/sessions", json={"id": "open"}).raise_for_status()

@@ -16,7 +16,16 @@ from tenuto.base.options import Policy, TurnParams
 from tenuto.base.tools.definitions import Tools
 from tenuto.base.tools.grammar import Grammar
 from tenuto.base.turns import Message
-from tenuto.base.wire.messages import GetSession, OpenSession, StartTurn, Withdraw
+from tenuto.base.wire.messages import (
+    CloseSession,
+    ExportSession,
+    Fork,
+    GetSession,
+    ImportSession,
+    OpenSession,
+    StartTurn,
+    Withdraw,
+)
 from tenuto.serve.shared import retention
 from tenuto.serve.shared.idempotency import RequestKey
 from tenuto.serve.shared.live_turn import LiveTurn
@@ -155,6 +164,55 @@ def test_a_repeated_request_reads_its_turn_even_if_the_first_was_cancelled() -> 
         await blocking.finished()
         turn = await second
         assert (await turn.finished()).committed
+
+    play(story)
+
+
+def test_a_key_is_free_again_in_another_session_of_its_sessions_id() -> None:
+    async def story(turns: Turns, link: LocalLink) -> None:
+        place: dict[str, Any] = {"tenant": "t", "session": "s"}
+        opening = OpenSession(session="s", policy=Policy(tenant="t"))
+        await link.call(msgspec.structs.replace(opening, session="other"))
+        exported = await link.call(ExportSession(tenant="t", session="other"))
+        imported = ImportSession(session="s", policy=Policy(tenant="t"), document=exported)
+        ways = [opening, Fork(tenant="t", session="other", child="s"), imported, opening]
+        before: list[LiveTurn] = []
+        for number, way in enumerate(ways):
+            await link.call(way)
+            key = RequestKey("k", b"same" if number < len(ways) - 1 else b"another")
+            both = await asyncio.gather(*(turns.start(one_shot(2, "s"), request_key=key) for _ in range(2)))
+            turn = both[0]
+            assert (await turn.finished()).version == (await link.call(GetSession(**place))).version == 1
+            assert both[1] is turn
+            assert turn not in before
+            assert await turns.start(one_shot(2, "s"), request_key=key) is turn
+            if number % 2:
+                await turns.close_session(("t", "s"))
+            else:
+                await link.call(CloseSession(**place))  # not by a client: its time is over
+            assert await turns.start(one_shot(2, "s"), request_key=key) is turn
+            before.append(turn)
+
+    play(story)
+
+
+def test_a_kept_turn_of_an_earlier_version_belongs_to_the_session_that_keeps_it() -> None:
+    async def story(turns: Turns, link: LocalLink) -> None:
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
+        key = RequestKey("k", b"")
+        first = await turns.start(one_shot(2, "s"), request_key=key)
+        await first.finished()
+        turns._keys.release(first)  # as if another process had answered it
+        kept = link._service._engine.registry.get("s", "t").results
+        found = kept.find("k")
+        assert found is not None
+        ticket = msgspec.structs.replace(found.ticket, birth=0)
+        kept.add("k", msgspec.msgpack.encode(msgspec.structs.replace(found, ticket=ticket)))
+        assert await (await turns.start(one_shot(2, "s"), request_key=key)).finished() == first.result
+        await turns.close_session(("t", "s"))
+        await link.call(OpenSession(session="s", policy=Policy(tenant="t")))
+        again = await turns.start(one_shot(2, "s"), request_key=key)
+        assert (await again.finished()).version == (await link.call(GetSession(tenant="t", session="s"))).version == 1
 
     play(story)
 

@@ -207,7 +207,7 @@ class RecordPage(View, frozen=True, kw_only=True):
 
 class Ticket(View, frozen=True, kw_only=True):
     """An accepted turn. `history`: committed tokens before it. `prompt` and `text` are set only if an echo was
-    requested."""
+    requested. `birth`: tells its session from others that have had or will have the same id; 0 if unknown."""
 
     turn: int
     session: str
@@ -217,6 +217,7 @@ class Ticket(View, frozen=True, kw_only=True):
     version: int
     prompt: list[int] = []
     text: str | None = None
+    birth: int = 0
 
     @property
     def counts(self) -> dict[str, int]:
@@ -240,9 +241,11 @@ class KeptTurn(View, frozen=True, kw_only=True):
 
 
 class FoundTurn(View, frozen=True, kw_only=True):
-    """The turn of an idempotency key; `None` if it was not committed or is no longer kept."""
+    """The turn of an idempotency key; `None` if it was not committed or is no longer kept. `birth`: that of the
+    session, as in `Ticket`; `None` if there is no session."""
 
     turn: KeptTurn | None = None
+    birth: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -339,9 +339,9 @@ class Service:
                 last = records[-1]
                 size = last.start + len(last.input_tokens) + len(last.output_tokens) - first.start
                 self._later(request, size, lambda: self._texts.of_page(value))
-            case FoundTurn(turn=KeptTurn() as turn):
+            case FoundTurn(turn=KeptTurn() as turn, birth=birth):
                 size = len(turn.output.tokens)
-                self._later(request, size, lambda: FoundTurn(turn=self._texts.of_kept(turn)))
+                self._later(request, size, lambda: FoundTurn(turn=self._texts.of_kept(turn), birth=birth))
             case Receipt():
                 self._outbox.answer(request, value.view())
             case SessionDocument():

@@ -289,7 +289,10 @@ class Dispatcher:
         except NotFound:
             return FoundTurn()
         found = session.results.find(command.once) if command.once is not None else session.results.named(command.name)
-        return FoundTurn(turn=found)
+        if found is not None:  # one that an earlier version has kept lacks the session's birth
+            ticket = msgspec.structs.replace(found.ticket, birth=session.birth)
+            found = msgspec.structs.replace(found, ticket=ticket)
+        return FoundTurn(turn=found, birth=session.birth)
 
     def _regenerate(self, command: StartTurn, prepared: Prepared | None) -> Turn:
         if command.session is None:

@@ -153,6 +153,7 @@ def ticket(turn: Turn, *, echo: bool) -> Ticket:
         max_new_tokens=turn.max_new_tokens,
         version=turn.session.version,
         prompt=turn.tokens(0, turn.prompt_length).tolist() if echo else [],
+        birth=turn.session.birth,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -38,10 +39,12 @@ class IdempotencyKeys:
     """Turns started with idempotency keys.
 
     Invariant: a turn in `_turns` is open, or was committed and is retained. So a key is free again once its turn is
-    rolled back.
+    rolled back. It is also free once another session has the id of its turn's session.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outlived: Callable[[LiveTurn], Awaitable[bool]]) -> None:
+        """`outlived`: whether another session has the id of an ended turn's session by now."""
+        self._outlived = outlived
         self._turns: dict[_Scope, LiveTurn] = {}
 
     def __len__(self) -> int:
@@ -49,11 +52,14 @@ class IdempotencyKeys:
 
     async def find(self, request: StartTurn, key: RequestKey) -> LiveTurn | None:
         """Returns the turn that was started with this key, or `None`. Waits while that turn is being rolled back.
-        Raises `KeyReused` if its request was a different one."""
+        Raises `KeyReused` if its request was a different one, and the errors of `outlived`."""
         while (turn := self._turns.get((request.tenant, request.session, key.key))) is not None:
             if turn.rolling_back and not turn.ended:
                 with suppress(TenutoError):
                     await turn.finished()  # then the key is free, unless the turn was committed after all
+                continue
+            if turn.ended and await self._outlived(turn):
+                self.release(turn)
                 continue
             if turn.once != key:
                 raise KeyReused(REUSED)

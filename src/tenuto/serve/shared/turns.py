@@ -36,7 +36,7 @@ class Turns:
         self._turns: dict[str, LiveTurn] = {}  # by id
         self._ended = EndedTurns()
         self.queues = SessionQueues()
-        self._keys = IdempotencyKeys()
+        self._keys = IdempotencyKeys(self._outlived)
         self._background = Background()
         self.open = Counter[str]()  # open turns, by tenant
         self.spared = SparedTurns()  # open turns that count at other replicas
@@ -225,6 +225,14 @@ class Turns:
         turn.deliver(found.output)
         self._end(turn)
         return True
+
+    async def _outlived(self, turn: LiveTurn) -> bool:
+        """Whether the session of an ended turn with a key was closed, and another one has its id."""
+        if turn.request.session is None or turn.once is None or turn.ticket is None:
+            return False
+        asked = FindTurn(tenant=turn.tenant, session=turn.request.session, once=turn.once[0])
+        birth = (await self._link.call(asked)).birth
+        return birth is not None and turn.ticket.birth not in (birth, 0)
 
     # -- deltas and ends
 
