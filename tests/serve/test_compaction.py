@@ -62,9 +62,9 @@ def refused(http: httpx.Client, session: str, headers: dict[str, str] | None = N
     return answer.status_code, answer.json()["error"]["code"]
 
 
-def hidden_sessions(server: Server) -> int:
+def hidden_sessions(server: Server, **client: Any) -> int:
     """Returns the number of sessions that the engine has besides those that are listed."""
-    with server.client() as http:
+    with server.client(**client) as http:
         metrics = http.get("/metrics").text.splitlines()
         count = next(float(line.split()[-1]) for line in metrics if line.startswith("tenuto_sessions_open "))
         return int(count) - len(http.get("/v1/sessions", params={"limit": 1000}).json()["data"])
@@ -174,6 +174,34 @@ def test_tools_of_the_first_turn_must_be_given_again(http: httpx.Client) -> None
     assert compact(http, path, summary=SUMMARY, tools=[tool])["turns"] == 1
     assert "look" in records_of(http, path)[0]["input_text"]
     http.delete(path)
+
+
+@pytest.mark.parametrize("limit", ["tokens = 350", "journal_bytes = 3000"])
+def test_a_compaction_that_makes_a_session_longer_keeps_its_tenants_limits(tmp_path: Path, limit: str) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f"[[keys]]\ntenant = 'ann'\nkey = 'ann-key'\nlimits.{limit}\n")
+    options = ("--model", "witness", "--keys", str(keys), "--admin-api-key", "admin-key")
+    admin: dict[str, Any] = {"headers": {"authorization": "Bearer admin-key"}}
+    path, too_long = "/v1/sessions/s", (429, "limit_reached")
+    with serving(*options) as server, server.client(headers={"authorization": "Bearer ann-key"}) as http:
+        for name, lengths in {"s": (200, 100), "other": (100,)}.items():
+            http.post("/v1/sessions", json={"id": name}).raise_for_status()
+            for length in lengths:
+                http.post(f"/v1/sessions/{name}/append", json={"input": [1] * length}).raise_for_status()
+        assert http.post(f"{path}/append", json={"input": [1]}).status_code == 429
+        state, tokens = http.get(path).json(), tokens_of(http, path)
+        assert refused(http, path, first=2, input=[2] * 101) == too_long
+        assert refused(http, path, first=2, input=[2] * 1000) == too_long
+        assert refused(http, path, first=1, last=1, input=[2] * 201) == too_long
+        assert {**http.get(path).json(), "idle_seconds": 0} == {**state, "idle_seconds": 0}
+        assert tokens_of(http, path) == tokens
+        eventually(lambda: hidden_sessions(server, **admin) == 2)  # the administrator's list lacks the tenant's two
+        assert compact(http, path, first=2, input=[2] * 90)["tokens"] == 290  # the tenant is still over its limit
+        assert compact(http, path, first=2, input=[2] * 40)["tokens"] == 240
+        assert compact(http, path, first=2, input=[2] * 45)["tokens"] == 245
+        assert refused(http, path, first=2, input=[2] * 60) == too_long
+        with server.client(**admin) as operator:
+            assert operator.get("/audit").status_code == 200
 
 
 def test_turns_that_run_meanwhile_follow_the_summary(slow_witness: Server, slow_http: httpx.Client) -> None:

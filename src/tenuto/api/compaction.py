@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from tenuto.base.checks import MAX_COUNT, whole
 from tenuto.base.compaction import ASKED, SUMMARY_TOKENS, Compaction, Ended, Idle, Span
+from tenuto.base.config import Limits
 from tenuto.base.errors import EngineStopped, InvalidRequest, TenutoError, TurnAborted
 from tenuto.base.options import TurnOptions, turn_params
 from tenuto.base.tools.answers import Reading
@@ -38,7 +39,7 @@ def compacted(
     given = cast("CompactionOptions", options)
     span = Span(whole("first", first, 1, MAX_COUNT), last, version_in(options))
     asking, reading = _asking(habits, given)
-    return chained(_steps(transport, Compaction("", session, span), _summary(given, asking), asking, reading))
+    return chained(_steps(transport, Compaction("", session, span, Limits()), _summary(given, asking), asking, reading))
 
 
 def _asking(habits: ModelHabits, given: CompactionOptions) -> tuple[StartTurn, Reading]:

@@ -17,7 +17,7 @@ from tenuto.base.tools.answers import Reading
 from tenuto.base.tools.definitions import NO_TOOLS, Tools
 from tenuto.base.turns import Message, TurnInput, TurnResult
 from tenuto.base.views import Compacted, SessionInfo, hidden_session_id
-from tenuto.base.wire.messages import CopyTurns, Fork, GetSession, ReplaceHistory, StartTurn
+from tenuto.base.wire.messages import CloseSession, CopyTurns, Fork, GetSession, ReplaceHistory, StartTurn
 from tenuto.base.wire.request import Request
 
 SUMMARY_TOKENS = 2048
@@ -72,17 +72,18 @@ Steps = Generator[Request[Any] | Idle, Any, Any]
 
 class Compaction:
     """One compaction of a session. Its sessions, `hidden`, are not listed and not journaled, so that nothing is left of
-    a compaction that is interrupted; the driver closes them at the end. The tenant's limits of sessions and tokens do
-    not refuse them, since a compaction helps to keep those."""
+    a compaction that is interrupted; the driver closes them at the end. Of the tenant's limits, only that of units
+    refuses them, since a compaction helps to keep the others. Those hold for the new history."""
 
-    def __init__(self, tenant: str, session: str, span: Span, units: int | None = None) -> None:
-        """`units`: the tenant's limit of units."""
+    def __init__(self, tenant: str, session: str, span: Span, limits: Limits) -> None:
+        """`limits`: those of the tenant."""
         self.hidden: list[str] = []
         self._tenant = tenant
         self.session = session
         self._span = span
         self._priority: int | None = None
-        self._limits = Limits(units=units)
+        self._limits = limits
+        self._limits_of_hidden = Limits(units=limits.units)
         self._spent: Counter[str] = Counter()
 
     def run(self, summary: TurnInput | None, asking: StartTurn, reading: Reading) -> Steps:
@@ -96,6 +97,7 @@ class Compaction:
             text = yield from self._ask(whole, asking, state, reading)
             summary = [*asking.input, Message("assistant", text)]
         session = yield from self._fork(whole, self._span.first - 1)
+        yield CloseSession(tenant=self._tenant, session=whole)
         yield from self._append(session, summary, state, asking.tools)
         state = yield from self._take_over(session, state, last)
         return Compacted(state, text, self._spent["computed"], self._spent["generated"])
@@ -125,7 +127,7 @@ class Compaction:
             turn=turn,
             hidden=True,
             version=version,
-            limits=self._limits,
+            limits=self._limits_of_hidden,
         )
         forked: SessionInfo = yield fork
         return forked.session_id
@@ -133,7 +135,9 @@ class Compaction:
     def _ask(self, session: str, asking: StartTurn, state: SessionInfo, reading: Reading) -> Steps:
         """Lets the model write the summary, and returns it."""
         params = replace(asking.params, priority=self._priority_for(state))
-        ended: Ended = yield msgspec.structs.replace(asking, session=session, params=params, limits=self._limits)
+        ended: Ended = yield msgspec.structs.replace(
+            asking, session=session, params=params, limits=self._limits_of_hidden
+        )
         self._count(ended)
         text = reading.reader(ended.name).read(ended.text, ended=True).text.strip()
         if not text:
@@ -149,7 +153,7 @@ class Compaction:
             input=given,
             params=TurnParams(priority=self._priority_for(state)),
             tools=tools,
-            limits=self._limits,
+            limits=self._limits_of_hidden,
         )
         self._count(ended)
 
@@ -170,7 +174,13 @@ class Compaction:
                     yield following
                     copied = state.turns
                     yield from self._append(session, (), state, NO_TOOLS)
-                replacing = ReplaceHistory(tenant=tenant, session=self.session, source=session, version=state.version)
+                replacing = ReplaceHistory(
+                    tenant=tenant,
+                    session=self.session,
+                    source=session,
+                    version=state.version,
+                    limits=self._limits,
+                )
                 return (yield replacing)
             except (SessionBusy, VersionMismatch) as error:
                 if attempt == ATTEMPTS or self._span.version is not None:

@@ -107,8 +107,12 @@ class Session:
         """The approximate size of the session in a journal, as if it shared no pieces with others."""
         if not self.policy.lasting:
             return 0
-        fixed = SESSION_BYTES + len((self.system or "").encode()) + self._logprob_bytes
-        return fixed + 4 * len(self.history) + RECORD_BYTES * len(self.records) + self.results.size
+        return SESSION_BYTES + len((self.system or "").encode()) + self.history_bytes + self.results.size
+
+    @property
+    def history_bytes(self) -> int:
+        """The approximate size of the history in a journal, with its records."""
+        return 4 * len(self.history) + RECORD_BYTES * len(self.records) + self._logprob_bytes
 
     @property
     def has_running_turn(self) -> bool:

@@ -223,10 +223,12 @@ class CopyTurns(OfSession[SessionInfo], frozen=True, kw_only=True):
 
 
 class ReplaceHistory(OfSession[SessionInfo], frozen=True, kw_only=True):
-    """Replace the history by that of the session `source`, and share its memory. `source` stays as it is."""
+    """Replace the history by that of the session `source`, and share its memory. `source` stays as it is; a hidden one
+    does not count towards the `limits`, since it is to be closed."""
 
     source: str
     version: int | None = None
+    limits: Limits = Limits()
 
 
 class Rewind(OfSession[SessionInfo], frozen=True, kw_only=True):

@@ -243,6 +243,7 @@ class Dispatcher:
     def _(self, command: ReplaceHistory, _: None) -> SessionInfo:
         session, source = self._of(command), self._session(command.tenant, command.source)
         check_replacement(session.conversation, source.conversation)
+        self._limits.check_replacement(session, source, command.limits)
         return self._info(self._engine.sessions.replace(command.session, command.source, tenant=command.tenant))
 
     @_execute.register

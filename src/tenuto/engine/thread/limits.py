@@ -39,6 +39,19 @@ class TenantLimits:
             self._check_session(self._registry.get(command.session, command.tenant), limits)
         return leaving
 
+    def check_replacement(self, session: Session, source: Session, limits: Limits) -> None:
+        """Raises `LimitReached` if the history of `source` is longer than that of `session`, and would exceed a limit
+        in its place. A hidden `source` does not count, since it is to be closed."""
+        use, more = self._registry.used(session.policy.tenant), len(source.history) - len(session.history)
+        held = use.tokens + more - (source.counted if source.policy.hidden else 0)
+        remedy = "close or rewind some first, or make this one shorter"
+        if more > 0:
+            _require_at_most(limits.tokens, held, f"sessions would hold {held} tokens", remedy)
+        grown = source.history_bytes - session.history_bytes
+        if grown > 0 and session.policy.lasting:
+            size = use.journal_bytes + grown  # a hidden session has none
+            _require_at_most(limits.journal_bytes, size, f"sessions would have {size} bytes in the journal", remedy)
+
     def _leaving(self, command: Limited, most: int) -> list[Session]:
         """Returns the sessions that leave the device so that the tenant keeps fewer than `most` units there."""
         if self._registry.use(command.tenant).units < most:
@@ -54,6 +67,12 @@ class TenantLimits:
         taken, journaled = f"takes {units} units of memory", f"has {size} bytes in the journal"
         _require_below(limits.session_units, units, f"session {session.id} {taken}", "rewind it first")
         _require_below(limits.session_journal_bytes, size, f"session {session.id} {journaled}", "rewind it first")
+
+
+def _require_at_most(most: int | None, used: int, what: str, remedy: str) -> None:
+    """Raises `LimitReached`, which says `what` would be used, if that is more than `most`."""
+    if most is not None and used > most:
+        raise LimitReached(f"{what}; allowed: {most}; {remedy}")
 
 
 def _require_below(most: int | None, used: int, what: str, remedy: str) -> None:

@@ -26,7 +26,7 @@ async def compact(
     reading: Reading,
 ) -> Compacted:
     """Compacts a session; see `Compaction.run`."""
-    compaction = Compaction(tenant.name, session, span, tenant.limits.units)
+    compaction = Compaction(tenant.name, session, span, tenant.limits)
     steps = compaction.run(summary, asking, reading)
     try:
         wanted = next(steps)
