@@ -45,8 +45,8 @@ class Arrivals:
     other weights are put to use; the session then stays where it is. Once its state is complete, it may belong to this
     replica already: only its state is given up then, and computed again.
 
-    What it takes to open the session stays until `let_in`: a place in the registry, with the units of a pinned session,
-    and its adapter. So nothing can refuse it once the owner has changed.
+    A place in the registry, the units of a pinned session, and the adapter are kept for it until `let_in`. So nothing
+    can refuse the session once its owner has changed.
 
     Invariant: the leases of `_arrivals` are those of this holder; `registry.coming` is the number of arrivals that
     wait.

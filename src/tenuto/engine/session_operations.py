@@ -145,16 +145,15 @@ class SessionOperations:
     @guarded
     def restore(self, saved: SavedSession, *, journaled: bool = False, rested: float | None = None) -> Session:
         """Opens a session that was saved by this engine or another; its history is computed again when needed.
-        `rested`: for how many seconds no turn of it has been open; by default, as far as that is known, since
-        `saved.used`. A pinned session without room is opened unpinned. `journaled`: it comes from the journal of this
-        model's sessions, where it stays; its tokens were checked before they were written. Raises the errors of `open`,
-        and `ContextExceeded` if it is longer than sessions may be here."""
+        `rested`: the seconds since a turn of it was open; by default those since `saved.used`, if that is known. A
+        pinned session without room is opened unpinned. `journaled`: it comes from the journal of this model's sessions,
+        where it stays; its tokens were checked before they were written. Raises the errors of `open`, and
+        `ContextExceeded` if it is longer than sessions may be here."""
         if not journaled:
             self._gate.read(saved.tokens)
-        idle = rested
-        if idle is None:
-            idle = self._clock.wall() - saved.used if saved.used is not None else 0.0
-        open_with = partial(self._open, saved.session, system=saved.system, idle=idle, journaled=journaled)
+        if rested is None:
+            rested = self._clock.wall() - saved.used if saved.used is not None else 0.0
+        open_with = partial(self._open, saved.session, system=saved.system, idle=rested, journaled=journaled)
         try:
             session = open_with(policy=saved.policy)
         except Overloaded:

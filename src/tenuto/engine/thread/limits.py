@@ -49,7 +49,7 @@ class TenantLimits:
             _require_at_most(limits.tokens, held, f"sessions would hold {held} tokens", remedy)
         grown = source.history_bytes - session.history_bytes
         if grown > 0 and session.policy.lasting:
-            size = use.journal_bytes + grown  # a hidden session has none
+            size = use.journal_bytes + grown  # a hidden session is not in the journal
             _require_at_most(limits.journal_bytes, size, f"sessions would have {size} bytes in the journal", remedy)
 
     def _leaving(self, command: Limited, most: int) -> list[Session]:
