@@ -171,12 +171,14 @@ def mixing(
     *,
     biased: bool = False,
     numbers: Numbers | None = None,
+    group: int = 32,
 ) -> None:
-    """Mixes experts, of `shape` (hidden, width), for a few tokens, and for many."""
+    """Mixes experts, of `shape` (hidden, width), for a few tokens, and for many. `numbers`, `group`: those of quantized
+    weights."""
     (hidden, width), one = shape, torch.zeros(1, dtype=dtype)
 
     def matrix(outputs: int, inputs: int) -> Weight:
-        return one.expand(outputs, inputs) if numbers is None else weights(numbers, inputs, outputs, 32)
+        return one.expand(outputs, inputs) if numbers is None else weights(numbers, inputs, outputs, group)
 
     inner, down = matrix(experts * 2 * width, hidden), matrix(experts * hidden, width)
     biases = (one.expand(experts, 2 * width), one.expand(experts, hidden)) if biased else None
@@ -253,6 +255,9 @@ LAUNCHES = {
     ),
     "experts of Qwen 3 in 4 bits": Launch(
         partial(mixing, torch.bfloat16, (2048, 768), 128, 8, numbers=Numbers.INT4), _QUANTIZED_EXPERTS
+    ),
+    "experts of Qwen 3 in 8 bits in groups of 16": Launch(
+        partial(mixing, torch.bfloat16, (2048, 768), 128, 8, numbers=Numbers.INT8, group=16), _QUANTIZED_EXPERTS
     ),
     "experts of Qwen 3 in FP8": Launch(
         partial(mixing, torch.float16, (2048, 768), 128, 8, numbers=Numbers.FP8), _QUANTIZED_EXPERTS

@@ -96,7 +96,7 @@ def _product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, order: 
         "TILE": order.size,
     }
     if isinstance(weight, Quantized):
-        block, _, warps, stages = many_constants(order.size, weight.numbers.bits)
+        block, _, warps, stages = many_constants(order.size, weight)
         chunks = weight.words.shape[1]
         _multiply_quantized[(triton.cdiv(outputs, block), order.most)](
             x,

@@ -54,7 +54,7 @@ def linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None)
         return found
     if rows > _MANY:
         return functional.linear(x, decoded(weight, x.dtype), bias)
-    block, tile, warps, stages = many_constants(rows, weight.numbers.bits)
+    block, tile, warps, stages = many_constants(rows, weight)
     tiles = triton.cdiv(outputs, block) * triton.cdiv(rows, tile)
     splits = max(1, min(_PROGRAMS // tiles, chunks // 4)) if rows <= 64 else 1
     parts = torch.empty((splits, rows, outputs), device=x.device) if splits > 1 else None
@@ -116,10 +116,11 @@ def one_constants(weight: Quantized) -> tuple[int, int, int]:
     return 32, weight.numbers.bits // 4, 4
 
 
-def many_constants(rows: int, bits: int) -> tuple[int, int, int, int]:
+def many_constants(rows: int, weight: Quantized) -> tuple[int, int, int, int]:
     """Returns the outputs and rows of a tile, its warps and the stages of its loads."""
     tile = min(max(triton.next_power_of_2(rows), 16), 64)
-    return 128 if tile == 16 or (tile == 64 and bits == 8) else 64, tile, 4, 3
+    large = weight.numbers.bits == 8 and weight.group >= LANES  # scales of smaller groups take registers
+    return 128 if tile == 16 or (tile == 64 and large) else 64, tile, 4, 3
 
 
 @triton.jit
