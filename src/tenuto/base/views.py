@@ -207,7 +207,7 @@ class RecordPage(View, frozen=True, kw_only=True):
 
 class Ticket(View, frozen=True, kw_only=True):
     """An accepted turn. `history`: committed tokens before it. `prompt` and `text` are set only if an echo was
-    requested. `birth`: tells its session from others that have had or will have the same id; 0 if unknown."""
+    requested. `birth`: that of its session, which no other session of the same id has; 0 if unknown."""
 
     turn: int
     session: str

@@ -105,12 +105,8 @@ class Registry:
             check_unicode("metadata", part)
         if (policy.tenant, session_id) in self._sessions:
             raise AlreadyExists(f"session {session_id!r} is open already")
-        if len(self._sessions) + self.coming >= self.max_sessions:
-            raise Overloaded(f"{self.max_sessions} sessions are open, the most allowed; close some first")
+        self._take_place(policy)
         limit = self.limit(policy)
-        if policy.pinned:
-            self.pins.require(limit)
-            self.pins.add(limit)
         memory = SessionMemory(self._memory, f"session {session_id}")
         if policy.ttl is not None:
             idle = min(idle, max(0.0, policy.ttl - GRACE_SECONDS))
@@ -129,11 +125,7 @@ class Registry:
 
     def keep_place(self, policy: Policy) -> None:
         """Keeps a place for a session of another replica. Raises `Overloaded`."""
-        if len(self._sessions) + self.coming >= self.max_sessions:
-            raise Overloaded(f"{len(self._sessions)} sessions are open, the most allowed")
-        if policy.pinned:
-            self.pins.require(self.limit(policy))
-            self.pins.add(self.limit(policy))
+        self._take_place(policy)
         self.coming += 1
 
     def free_place(self, policy: Policy) -> None:
@@ -141,6 +133,14 @@ class Registry:
         if policy.pinned:
             self.pins.remove(self.limit(policy))
         self.coming -= 1
+
+    def _take_place(self, policy: Policy) -> None:
+        """Makes sure that one more session may be open, and reserves the units of a pinned one. Raises `Overloaded`."""
+        if len(self._sessions) + self.coming >= self.max_sessions:
+            raise Overloaded(f"{self.max_sessions} sessions are open, the most allowed; close some first")
+        if policy.pinned:
+            self.pins.require(self.limit(policy))
+            self.pins.add(self.limit(policy))
 
     def use(self, tenant: str) -> Tenant:
         """Returns the counters and indexes of `tenant`. Read only."""
