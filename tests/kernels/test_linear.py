@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tenuto.kernels.linear import linear
+from tenuto.kernels.linear import Stack, linear
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 64, 65])
@@ -18,3 +18,10 @@ def test_the_product_is_the_same_for_any_number_of_rows(rows: int, dtype: torch.
         assert ours.is_contiguous()
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), expected, rtol=rtol, atol=atol)
+
+
+def test_a_stack_of_matrices_multiplies_like_one_matrix() -> None:
+    x, weight, bias = torch.randn(3, 40), torch.randn(24, 40), torch.randn(24)
+    stack = Stack(torch.split(weight, [7, 1, 16]))
+    for added in (None, bias):
+        torch.testing.assert_close(linear(x, stack, added), linear(x, weight, added))

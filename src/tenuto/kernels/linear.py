@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 
 import torch
@@ -12,8 +13,19 @@ from torch.nn import functional
 from tenuto.kernels.fused import compiles
 from tenuto.kernels.quantized import Quantized
 
-Weight = torch.Tensor | Quantized
+Matrix = torch.Tensor | Quantized
 """A matrix of weights; quantized ones need our own kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Matrices of different types that the same inputs are multiplied by. Their outputs follow one another."""
+
+    parts: tuple[Matrix, ...]
+
+
+Weight = Matrix | Stack
+"""What inputs are multiplied by."""
 
 _FEW_ROWS = 64
 """Up to this number of rows MKL's float32 product is faster with the weights on the left, because it does not have to
@@ -30,6 +42,10 @@ and 63 (an H200, bfloat16, PyTorch 2.11)."""
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiplies `x` [rows, inputs] by the transpose of `weight` [outputs, inputs], and adds `bias` [outputs]. Returns
     [rows, outputs], contiguous. A batch of decodes, with few rows, spends most of its time here."""
+    if isinstance(weight, Stack):
+        sizes = [len(part) for part in weight.parts]
+        biases = torch.split(bias, sizes) if bias is not None else [None] * len(sizes)
+        return torch.cat([linear(x, part, own) for part, own in zip(weight.parts, biases, strict=True)], dim=1)
     if isinstance(weight, Quantized):
         found: torch.Tensor = import_module("tenuto.kernels.gpu.quantized").linear(x, weight, bias)
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Protocol
 
 import torch
@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from tenuto.base.errors import ModelError
 from tenuto.kernels.fused import Fused
-from tenuto.kernels.linear import Weight
+from tenuto.kernels.linear import Matrix, Stack, Weight
 from tenuto.kernels.native.grouped import Grouped
 from tenuto.kernels.recurrent import Piece, Slots, convolve
-from tenuto.models.quantized_places import QuantizedPlace, type_of
+from tenuto.models.quantized_places import QuantizedPlace, QuantizedType, type_of
 from tenuto.models.rope import Rope
 from tenuto.models.shards import ALONE, Ranks
 
@@ -93,15 +93,22 @@ class Room:
         place = self.places[name] = self.empty(shape, self.dtype)
         return place
 
-    def factor(self, name: str, outputs: int, inputs: int) -> Weight:
+    def factor(self, name: str, outputs: int, inputs: int) -> Matrix:
         """Returns the matrix of a weight that inputs are multiplied by, for `linear`."""
-        return self.factors({name: outputs}, inputs)
+        return self.one_factor({name: outputs}, inputs)
 
     def factors(self, outputs: Mapping[str, int], inputs: int) -> Weight:
-        """Returns one matrix of several weights that the same inputs are multiplied by, like `stacked`."""
+        """Returns what the same inputs are multiplied by for several weights, like `stacked`: one matrix, or several if
+        they differ in type."""
+        runs = [dict(run) for _, run in groupby(outputs.items(), lambda item: self._type_of(item[0], inputs))]
+        parts = tuple(self.one_factor(run, inputs) for run in runs)
+        return parts[0] if len(parts) == 1 else Stack(parts)
+
+    def one_factor(self, outputs: Mapping[str, int], inputs: int) -> Matrix:
+        """Returns one matrix of several weights, like `stacked`. If they differ in type they are decoded."""
         total = sum(outputs.values())
-        numbers = type_of([self._kinds.get(name) for name in outputs], inputs)
-        if numbers is None:
+        numbers, *others = {self._type_of(name, inputs) for name in outputs}
+        if numbers is None or others:
             return self.stacked(outputs, inputs)
         self._take(total * inputs, (total, inputs))
         found = numbers.empty(total, self.device)
@@ -111,6 +118,9 @@ class Room:
             for (name, count), first in zip(outputs.items(), firsts, strict=False)
         }
         return found
+
+    def _type_of(self, name: str, inputs: int) -> QuantizedType | None:
+        return type_of(self._kinds.get(name), inputs)
 
     def floats(self, name: str, *shape: int) -> torch.Tensor:
         """Returns the float32 tensor of a weight."""

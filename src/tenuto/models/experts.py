@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tenuto.kernels.linear import Weight, linear
+from tenuto.kernels.linear import Matrix, linear
 from tenuto.models.block import UNGATED, Room, Step, activate, scaled
 from tenuto.models.config import Experts, Mlp
 from tenuto.models.mlp import MlpBlock
@@ -32,8 +32,8 @@ class ExpertsBlock:
             return room.stacked(of_all("bias", outputs)).view(s.count, -1)
 
         self._biases = (room.matrix(f"{name}gate.bias", s.count), biases(inner), biases(down)) if s.biased else None
-        self._inner = room.factors(of_all("weight", inner), hidden)
-        self._down = room.factors(of_all("weight", down), s.width)
+        self._inner = room.one_factor(of_all("weight", inner), hidden)
+        self._down = room.one_factor(of_all("weight", down), s.width)
         shared = Mlp(s.shared, s.activation) if s.shared else None
         self._shared = MlpBlock(shared, hidden, f"{name}shared_expert.", room) if shared else None
         gate = f"{name}shared_expert_gate.weight"
@@ -67,7 +67,7 @@ class ExpertsBlock:
         activated = activate(self._shape.activation, linear(x, self._part(self._inner, expert), inner))
         return linear(activated, self._part(self._down, expert), outer)
 
-    def _part(self, matrix: Weight, expert: int) -> torch.Tensor:
+    def _part(self, matrix: Matrix, expert: int) -> torch.Tensor:
         """Returns the part of a matrix that belongs to one expert."""
         assert isinstance(matrix, torch.Tensor)  # only the device's own kernels compute with quantized ones
         return matrix.view(self._shape.count, -1, matrix.shape[1])[expert]

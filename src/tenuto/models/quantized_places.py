@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,13 +39,10 @@ class QuantizedType:
         return Quantized(numbers, self.inputs, self.group, words, scales, minima)
 
 
-def type_of(kinds: Sequence[Kind | Grouped | None], inputs: int) -> QuantizedType | None:
-    """Returns the type of one matrix for weights of `kinds` that are stacked. None if they have to be decoded, because
-    they differ, or because our kernels do not know their type; `None` stands for weights that are not stored."""
-    kind, *others = kinds
-    if kind is None or any(other != kind for other in others) or inputs % BLOCK:
-        return None
-    if (conversion := _conversion(kind, inputs)) is None:
+def type_of(kind: Kind | Grouped | None, inputs: int) -> QuantizedType | None:
+    """Returns the type of a matrix of weights of a kind. None if they have to be decoded, because our kernels do not
+    know it; `None` stands for weights that are not stored."""
+    if kind is None or inputs % BLOCK or (conversion := _conversion(kind, inputs)) is None:
         return None
     form = FORMS[conversion.format]
     return QuantizedType(form, inputs, min(kind.group, inputs) if isinstance(kind, Grouped) else form.group)

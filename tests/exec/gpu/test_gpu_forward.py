@@ -1,6 +1,6 @@
 """The forward pass on a GPU computes what plain PyTorch computes, also in captured steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -29,10 +29,11 @@ from tenuto.exec.row_options import RowOptions
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.gpu.adapters import SLOTS
 from tenuto.kernels.gpu.fused import FUSED
-from tenuto.kernels.quantized import Quantized
+from tenuto.kernels.quantized import Numbers, Quantized
 from tenuto.kernels.sampling import OPTIONS
 from tenuto.models.config import Experts, GatedDelta, ModelConfig
 from tenuto.models.decoder import Decoder
+from tenuto.models.weights import StoredWeight
 from tests.exec.driver import Driver, Work
 from tests.exec.gpu.conftest import DEVICE
 from tests.exec.gpu.queue import HostQueue, Nothing, watched
@@ -184,21 +185,44 @@ def test_plans_that_a_captured_step_cannot_carry_out_are_left_to_the_host(monkey
     executor.close()
 
 
+def tokens_of_both(config: ModelConfig, weights: Mapping[str, StoredWeight], check: Callable[[Decoder], None]) -> None:
+    """Has decoded weights and those that `check` looks at give the same tokens."""
+    prompts = np.random.default_rng(1).integers(0, config.vocab, (3, 33)).astype(np.int32)
+    results = []
+    for fused in (None, FUSED):
+        with torch.inference_mode():
+            made = Decoder(config, weights.items(), DEVICE, torch.float32, fused)
+        if fused is not None:
+            check(made)
+        executor = ModelExecutor(TorchForward(made, 32) if fused is None else GpuForward(made, 32, HostQueue()))
+        results.append(Rows(executor, 3, 128, DRAWN).turns(prompts, 4).tolist())
+        executor.close()
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize(
     ("name", "network"), [*((name, 96) for name in TYPES), *((name, EXPERTS) for name in ("int4 with zeros", "mxfp4"))]
 )
 def test_quantized_weights_in_their_bits_give_the_tokens_of_decoded_ones(name: str, network: int | Experts) -> None:
     config = model(2, 64, [attention(2, 1, 32)], network, 101, 128)
-    prompts = np.random.default_rng(1).integers(0, config.vocab, (3, 33)).astype(np.int32)
     inner = "_inner" if isinstance(network, Experts) else "_gate_up"
-    results = []
-    for fused in (None, FUSED):
-        with torch.inference_mode():
-            made = Decoder(config, stored(config, TYPES[name]), DEVICE, torch.float32, fused)
-        if fused is not None:
-            networks = [vars(layer._feed_forward) for layer in made._layers]
-            assert all(isinstance(each, Quantized) for parts in networks for each in (parts["_down"], parts[inner]))
-        executor = ModelExecutor(TorchForward(made, 32) if fused is None else GpuForward(made, 32, HostQueue()))
-        results.append(Rows(executor, 3, 128, DRAWN).turns(prompts, 4).tolist())
-        executor.close()
-    assert results[0] == results[1]
+
+    def check(made: Decoder) -> None:
+        networks = [vars(layer._feed_forward) for layer in made._layers]
+        assert all(isinstance(each, Quantized) for parts in networks for each in (parts["_down"], parts[inner]))
+
+    tokens_of_both(config, dict(stored(config, TYPES[name])), check)
+
+
+def test_matrices_of_several_types_that_share_their_input_keep_their_bits() -> None:
+    config = model(2, 64, [attention(2, 1, 32)], 96, 101, 128)
+    four, eight, plain = (dict(stored(config, TYPES.get(name))) for name in ("int4", "int8", "bfloat16"))
+    weights = {name: (eight if ".v_proj" in name else plain if ".up_proj" in name else four)[name] for name in four}
+
+    def check(made: Decoder) -> None:
+        for layer in made._layers:
+            qkv, inner = vars(layer._mixers[0])["_qkv"], vars(layer._feed_forward)["_gate_up"]
+            assert [getattr(part, "numbers", None) for part in qkv.parts] == [Numbers.INT4, Numbers.INT8]
+            assert [getattr(part, "numbers", None) for part in inner.parts] == [Numbers.INT4, None]
+
+    tokens_of_both(config, weights, check)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from tenuto.kernels.gpu.activations import gated
 from tenuto.kernels.gpu.quantized import REGISTERS, add_chunk, constants_of, many_constants
-from tenuto.kernels.linear import Weight
+from tenuto.kernels.linear import Matrix
 from tenuto.kernels.quantized import LANES, Quantized
 
 _COUNTED = 1024
@@ -50,8 +50,8 @@ def mix_experts(
     x: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
-    inner: Weight,
-    down: Weight,
+    inner: Matrix,
+    down: Matrix,
     experts: int,
     biases: tuple[torch.Tensor, torch.Tensor] | None,
     activation: str,
@@ -83,7 +83,7 @@ def ordered(chosen: torch.Tensor, experts: int) -> Order:
     return Order(experts, pairs, firsts, tiles, size, min(many, many // size + experts))
 
 
-def _product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, order: Order, each: int) -> torch.Tensor:
+def _product(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, order: Order, each: int) -> torch.Tensor:
     """Multiplies the row of each pair, which has the number of the pair divided by `each`, by the matrix of its expert.
     Returns [pairs, outputs]."""
     inputs, outputs = x.shape[1], len(weight) // order.experts
