@@ -101,10 +101,10 @@ def _tenuto(setting: Setting, shape: Shape) -> list[str]:
     return [sys.executable, "-c", "from tenuto.cli import main; main()", "serve", "--log-level", "error", *options]
 
 
-def _tenuto_inside(kv_cache_dtype: str, kernels: str = "auto") -> Command:
+def _tenuto_inside(kv_cache_dtype: str, kernels: str = "auto", speculate: str = "auto") -> Command:
     def command(setting: Setting, shape: Shape) -> list[str]:
-        program, context = str(INSIDE / "tenuto_engine.py"), str(_context(shape))
-        return [sys.executable, program, setting.model, context, str(CACHE_GIB << 30), kv_cache_dtype, kernels]
+        program, context, memory = str(INSIDE / "tenuto_engine.py"), str(_context(shape)), str(CACHE_GIB << 30)
+        return [sys.executable, program, setting.model, context, memory, kv_cache_dtype, kernels, speculate]
 
     return command
 
@@ -158,11 +158,11 @@ def vllm_server(setting: Setting, context: int) -> Served | None:
     return (command, _vllm_environment(setting)) if (setting.peers / "vllm" / "version").exists() else None
 
 
-def _openvino(kept_as: str) -> Command:
+def _openvino(kept_as: str, *options: str) -> Command:
     """Returns OpenVINO's command; `kept_as` is its name for the type of keys and values."""
 
     def command(setting: Setting, _: Shape) -> list[str]:
-        arguments = [str(setting.gguf), str(setting.threads), str(CACHE_GIB), kept_as]
+        arguments = [str(setting.gguf), str(setting.threads), str(CACHE_GIB), kept_as, *options]
         return [str(setting.peers / "openvino/venv/bin/python"), str(INSIDE / "openvino_pipeline.py"), *arguments]
 
     return command
@@ -184,6 +184,7 @@ def _on_lesser(cpu: str) -> Callable[[Setting], Mapping[str, str]]:
     return environment
 
 
+_NGRAM_GUESSES = ("--spec-type", "ngram-mod")
 _LLAMA_API = Server(LlamaConversation, "resend", "/health")
 
 PEERS = (
@@ -223,6 +224,22 @@ PEERS = (
         "ikllamacpp",
     ),
     Peer(
+        "llamacpp-guessing",
+        "llama.cpp, `-fa off`, its guesses",
+        _llama("off", LLAMA_PROGRAMS, *_NGRAM_GUESSES),
+        _LLAMA_API,
+        "llamacpp",
+        single=True,
+    ),
+    Peer(
+        "ikllamacpp-guessing",
+        "ik_llama.cpp, its guesses",
+        _llama("on", "ikllamacpp/build/bin", "--log-disable", *_NGRAM_GUESSES),
+        Server(IkLlamaConversation, "resend", "/health"),
+        "ikllamacpp",
+        single=True,
+    ),
+    Peer(
         "vllm",
         "vLLM, bfloat16",
         _vllm,
@@ -233,6 +250,7 @@ PEERS = (
     ),
     Peer("tenuto-inside", "Tenuto, in process", _tenuto_inside("auto")),
     Peer("tenuto-inside-8", "Tenuto, in process, 8-bit KV", _tenuto_inside("int8")),
+    Peer("tenuto-inside-plain", "Tenuto, in process, no guesses", _tenuto_inside("auto", speculate="off")),
     Peer(
         "openvino-inside",
         "OpenVINO GenAI, in process, 16-bit KV",
@@ -245,6 +263,13 @@ PEERS = (
         "OpenVINO GenAI, in process, 8-bit KV (its default)",
         _openvino("u8"),
         home="openvino",
+    ),
+    Peer(
+        "openvino-inside-8-guessing",
+        "OpenVINO GenAI, in process, 8-bit KV, its guesses",
+        _openvino("u8", "lookup"),
+        home="openvino",
+        single=True,
     ),
     *(
         Peer(

@@ -84,7 +84,8 @@ class RunningProgram(Running):
 
 def _timed(turn: dict[str, Any], new: int) -> Timed:
     first, gaps = timing(turn["began"], dict(turn["arrivals"]))
-    return Timed(turn["number"], new, first, gaps, Counts(turn["prompt"], turn["cached"], turn["generated"]))
+    counts = Counts(turn["prompt"], turn["cached"], turn["generated"])
+    return Timed(turn["number"], new, first, gaps, counts, began=turn["began"])
 
 
 @contextmanager

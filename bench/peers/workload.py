@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tenuto.base.config import DEFAULT_MODEL, cache_dir
 from tenuto.cli.bench import Timed, Workload
 from tenuto.cli.bench_apis import WORDS
@@ -95,13 +97,16 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a run. `ttft` and `itl`: milliseconds to the first token and between tokens, medians over the
-    turns in the middle third. `growth`: the TTFT of the last turn over that of the second. `computed`: mean number of
-    prompt tokens computed per turn in the middle third, if the peer reports it. `ttft_by_turn`: medians over the
-    sessions."""
+    """The figures of a run. `tokens_per_second`: over the whole run, and `together` until the first session has ended
+    its last turn. `ttft` and `itl`: milliseconds to the first token and between tokens, medians over the turns in the
+    middle third; `late_ttft`: the TTFT that nine tenths of them stay below. `growth`: the TTFT of the last turn over
+    that of the second. `computed`: mean number of prompt tokens computed per turn in the middle third, if the peer
+    reports it. `ttft_by_turn`: medians over the sessions."""
 
     tokens_per_second: float
+    together: float
     ttft: float
+    late_ttft: float
     itl: float
     growth: float
     computed: float | None
@@ -123,12 +128,23 @@ def figures(outcome: Outcome) -> Figures:
     ]
     return Figures(
         sum(map(_generated, outcome.timed)) / outcome.seconds,
+        _rate_together(outcome.timed, turns),
         _median_ms(inside, _first),
+        1000 * float(np.quantile([_first(turn) for turn in inside], 0.9)),
         _median_ms(inside, _gap),
         by_turn[-1] / by_turn[1],
         statistics.mean(computed) if computed else None,
         by_turn,
     )
+
+
+def _rate_together(timed: Sequence[Timed], turns: int) -> float:
+    """Returns the tokens per second until the first session has ended its last turn. A peer may let some sessions run
+    ahead; what the others do alone afterwards is not what many sessions get."""
+    arrivals = [np.cumsum([turn.began + _first(turn), *turn.gaps]) for turn in timed]
+    end = min(times[-1] for times, turn in zip(arrivals, timed, strict=True) if turn.number == turns)
+    seconds = end - min(turn.began for turn in timed)
+    return float(sum(np.count_nonzero(times <= end) for times in arrivals) / seconds)
 
 
 def _median_ms(timed: Sequence[Timed], value: Callable[[Timed], float]) -> float:

@@ -61,7 +61,7 @@ def test_every_peer_is_measured_and_each_round_begins_with_another(results: Resu
     assert [sample.peer for sample in results.samples] == [peer.name for peer in peers]
     assert order(peers, 0) == list(peers)
     assert order([], 1) == []
-    assert order(peers, 6) == [*peers[2:], *peers[:2]]
+    assert order(peers, len(peers) + 2) == [*peers[2:], *peers[:2]]
 
 
 def test_a_peer_may_be_measured_in_the_first_round_only(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_peer_may_be_measured_in_the_first_round_only(tmp_path: Path) -> None:
 
 def test_sessions_and_resent_histories_compute_only_new_tokens(results: Results) -> None:
     computed = {sample.peer: sample.figures.computed for sample in results.samples if sample.figures is not None}
-    assert computed == {"tenuto": 49, "tenuto-resend": 49, "tenuto-inside": 49}
+    assert computed == dict.fromkeys(("tenuto", "tenuto-resend", "tenuto-inside", "tenuto-inside-plain"), 49)
     for sample in results.samples:
         if sample.figures is not None:
             assert len(sample.figures.ttft_by_turn) == SHAPE.turns
@@ -88,7 +88,7 @@ def test_the_document_lists_failed_and_missing_peers(results: Results) -> None:
     assert "Not on this CPU, which lacks avx512_bf16: OpenVINO GenAI, in process, 16-bit KV." in text
     assert "## 2 sessions at once, 3 turns each: up to 240 tokens" in text
     row = next(line for line in text.splitlines() if line.startswith("| Tenuto, sessions |"))
-    assert row.split(" | ")[5] == "49"
+    assert row.split(" | ")[7] == "49"
 
 
 def test_the_end_of_a_failing_peers_log_is_in_its_error(results: Results) -> None:
@@ -110,6 +110,17 @@ def test_rates_come_from_the_middle_third_and_growth_from_the_last_turn() -> Non
     assert [told.ttft, told.itl, told.growth] == pytest.approx([500, 200, 4.5])
     assert told.computed == 55
     assert told.ttft_by_turn == pytest.approx([100 * n for n in range(1, 10)])
+
+
+def test_the_rate_of_all_together_leaves_out_what_the_last_sessions_do_alone() -> None:
+    """Two sessions of two turns, of 3 tokens each: one runs ahead, and the other goes on alone for 6 seconds."""
+    counts = Counts(48, 0, 3)
+    ahead = [Timed(n, 48, 0.5, [0.25, 0.25], counts, began=began) for n, began in ((1, 10.0), (2, 11.0))]
+    behind = [Timed(n, 48, 2.0, [1.0, 1.0], counts, began=began) for n, began in ((1, 10.0), (2, 14.0))]
+    told = figures(Outcome([*ahead, *behind], 8.0))
+    assert told.tokens_per_second == 12 / 8
+    assert told.together == 7 / 2
+    assert [told.ttft, told.late_ttft] == pytest.approx([1250, 1850])
 
 
 def test_a_run_with_a_failed_turn_has_no_figures() -> None:
@@ -170,8 +181,8 @@ def test_peers_and_shapes_can_be_selected() -> None:
 
 def test_kernels_that_another_cpu_would_use_are_measured_if_they_are_asked_for(tmp_path: Path) -> None:
     [peer] = parse(["--peers", "tenuto-inside-avx512-8"]).peers
-    *_, kept_as, kernels = peer.command(setting(tmp_path), SHAPE)
-    assert (kept_as, kernels) == ("int8", "avx512")
+    *_, kept_as, kernels, speculate = peer.command(setting(tmp_path), SHAPE)
+    assert (kept_as, kernels, speculate) == ("int8", "avx512", "auto")
     assert "lacks avx512_vnni" in peer.absence(setting(tmp_path), Machine(frozenset({"avx2"}), None))
 
 

@@ -1,5 +1,5 @@
-"""`python tenuto_engine.py MODEL CONTEXT MEMORY_BYTES KV_CACHE_DTYPE KERNELS`: runs workloads on Tenuto. The package
-describes input and output."""
+"""`python tenuto_engine.py MODEL CONTEXT MEMORY_BYTES KV_CACHE_DTYPE KERNELS SPECULATE`: runs workloads on
+Tenuto. The package describes input and output."""
 
 from __future__ import annotations
 
@@ -47,11 +47,12 @@ async def answer(model: str, options: ModelOptions) -> None:
 
 
 if __name__ == "__main__":
-    _, model, context, memory, kept_as, kernels = sys.argv
+    _, model, context, memory, kept_as, kernels, speculate = sys.argv
     given: ModelOptions = {
         "context_length": int(context),
         "memory_bytes": int(memory),
         "kv_cache_dtype": kept_as,
         "kernels": kernels,
+        "speculate": speculate,
     }
     asyncio.run(answer(model, given))

@@ -64,7 +64,7 @@ class Workload:
 @dataclass(slots=True)
 class Timed:
     """One turn: its `number` in its session, the length `new` of its input, the seconds `first` and `gaps` (see
-    `timing`), and the server's counts or the error."""
+    `timing`), the server's counts or the error, and when it `began`, in seconds since any moment."""
 
     number: int
     new: int
@@ -72,6 +72,7 @@ class Timed:
     gaps: list[float] = field(default_factory=list)
     counts: Counts | None = None
     error: str | None = None
+    began: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,7 @@ async def _converse(
 
 
 async def _take_turn(conversation: BenchConversation, tokens: list[int], turn: Timed) -> None:
-    began = time.perf_counter()
+    turn.began = time.perf_counter()
     arrivals: dict[float, int] = {}
     async for item in conversation.turn(tokens):
         if isinstance(item, Counts):
@@ -207,7 +208,7 @@ async def _take_turn(conversation: BenchConversation, tokens: list[int], turn: T
             arrivals[item.when] = arrivals.get(item.when, 0) + item.tokens
     if turn.counts is None:
         raise TenutoError("the answer ended before the turn")
-    turn.first, turn.gaps = timing(began, arrivals)
+    turn.first, turn.gaps = timing(turn.began, arrivals)
 
 
 def timing(began: float, arrivals: Mapping[float, int]) -> tuple[float | None, list[float]]:
