@@ -235,7 +235,7 @@ def products(bandwidth: float, rate: float) -> dict[str, dict[str, float]]:
 
 def filled(kind: Grouped | Kind, outputs: int, inputs: int) -> Quantized:
     """Returns a random matrix of one of `TYPES` on the device."""
-    numbers = type_of([kind], inputs)
+    numbers = type_of(kind, inputs)
     assert numbers is not None
     found = numbers.empty(outputs, CUDA)
     QuantizedPlace(found, 0, outputs).fill(random_matrix(np.random.default_rng(0), kind, outputs, inputs))

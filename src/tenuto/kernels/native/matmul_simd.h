@@ -50,10 +50,10 @@ static __attribute__((noinline)) void quantized_rows(const Panel *panels, const 
     also = *upcoming;
   for (int b = 0; b < blocks; b++, at += LANES) {
     const int64_t ones[] = {x.scale_index(tile * LANES + from, b), x.scale_index(tile * LANES + 8, b)}; // of eight rows
-    for (int i = 0; i < Format::PACKED_BYTES + 64; i += 64, ahead += 64)
+    for (int i = 0; Format::PREFETCHED && i < Format::BLOCK_BYTES + 64; i += 64, ahead += 64)
 #pragma GCC unroll 2
       for (int p = 0; p < PANELS; p++)
-        __builtin_prefetch(panels[p].packed + ahead, 0, 2);
+        __builtin_prefetch(panels[p].data + ahead, 0, 2);
     if (PANELS > 1)
       also.fetch_some();
 #pragma GCC unroll 2
@@ -102,14 +102,18 @@ static __attribute__((noinline)) void quantized_rows(const Panel *panels, const 
     *upcoming = also;
 }
 
-// Unpacks a quantized panel to `out`, so that products with many rows need not do it for every few of them.
+// Unpacks a quantized panel to `out`, so that products with many rows need not do it for every few of them, nor
+// prefetch the same weights again.
 template <class Format> static Panel unpack(const Panel &panel, uint8_t *out) {
   typedef Unpacked<Format> To;
   const Behind behind = panel.behind<Format>();
   const Panel to(panel, out);
   float *const scales = (float *)(out + (int64_t)to.blocks * To::BLOCK_BYTES);
+  int64_t ahead = PREFETCH_DISTANCE;
   for (int b = 0; b < to.blocks; b++) {
     const uint8_t *block = panel.block<Format>(b);
+    for (int i = 0; i < Format::BLOCK_BYTES + 64; i += 64, ahead += 64)
+      __builtin_prefetch(panel.data + ahead, 0, 2);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++, out += 64)
       store(out, Format::quads(block, j));

@@ -181,5 +181,5 @@ struct UnsignedDot {
 // As in `vectors_avx512.h`.
 constexpr int MATMUL_ROWS = 4, UNPACKED_ROWS = 16, ATTENTION_ROWS = 5, INT8_ATTENTION_ROWS = 2, FEW_ROWS = 5;
 constexpr int MOST_PANELS = 1, PANELS_AT_ONCE = 1;
-constexpr int blocks_at_once(int rows) { return rows > 3 ? 1 : 2; }
+constexpr int blocks_at_once(int rows) { return rows > 2 ? 1 : 2; }
 constexpr int values_at_once(int rows) { return rows > 3 ? 1 : 2; }

@@ -55,12 +55,10 @@ struct Behind {
 struct Panel {
   const uint8_t *data;
   int blocks, group;
-  const uint8_t *packed; // where it is in the matrix, if `data` is elsewhere
   Panel(const Matrix &w, int number)
-      : data(w.data + (int64_t)number * w.stride), blocks((w.inputs + BLOCK - 1) / BLOCK), group(w.group),
-        packed(data) {}
+      : data(w.data + (int64_t)number * w.stride), blocks((w.inputs + BLOCK - 1) / BLOCK), group(w.group) {}
   // Panel `of`, with other blocks, each with its own scales.
-  Panel(const Panel &of, const uint8_t *data) : data(data), blocks(of.blocks), group(0), packed(of.packed) {}
+  Panel(const Panel &of, const uint8_t *data) : data(data), blocks(of.blocks), group(0) {}
   template <class Format> const uint8_t *block(int b) const { return data + (int64_t)b * Format::BLOCK_BYTES; }
   template <class Format> Behind behind() const { return {block<Format>(blocks), blocks, group}; }
 };
@@ -147,7 +145,8 @@ INLINE u32x16 single_bits(const uint8_t *block, int j) { return load<u32x16>(blo
 // bytes. Where the layout has no minima, the minimum is -2^(BITS - 1) scale.
 template <int bits, int vectors, class Scaling> struct Quantized {
   static constexpr bool QUANTIZED = true, SCALED = true, MINIMA = Scaling::MINIMA;
-  static constexpr int BITS = bits, PARTS = Scaling::PARTS, BLOCK_BYTES = vectors * 64, PACKED_BYTES = BLOCK_BYTES;
+  static constexpr bool PREFETCHED = true; // whether products prefetch the blocks that follow
+  static constexpr int BITS = bits, PARTS = Scaling::PARTS, BLOCK_BYTES = vectors * 64;
   typedef Scaling Layout;
 };
 
@@ -210,7 +209,7 @@ struct MXFP4 : Quantized<5, 4, Exponents> {
 
 // A panel of `Format` whose quants are bytes and whose scales are float32; see `unpack` in `matmul_simd.h`.
 template <class Format> struct Unpacked : Quantized<Format::BITS, 8, Floats<Format::PARTS, true>> {
-  static constexpr int PACKED_BYTES = Format::BLOCK_BYTES;
+  static constexpr bool PREFETCHED = false;
   INLINE u32x16 quads(const uint8_t *block, int j) { return load<u32x16>(block + 64 * j); }
 };
 
