@@ -7,7 +7,7 @@ SEEDS ?= 200
 WORKERS ?= $(shell expr $$(nproc) + 1)
 
 BIN := $(VENV)/bin
-KERNELS := $(wildcard src/tenuto/kernels/native/*.h src/tenuto/kernels/native/*.cpp)
+KERNELS := $(wildcard src/tenuto/kernels/native/*.h src/tenuto/kernels/native/*.cpp bench/*.cpp)
 STAMP := $(VENV)/.installed
 RAY := $(VENV)-ray
 

@@ -1,8 +1,9 @@
 """`python -m bench.kernels`: steps of the default model, or of larger ones, with all kernels that this machine can run.
 
 A decode step takes at least the time for reading the weights once, and the keys and values of all sequences. This limit
-is measured in the same run, by PyTorch reading as many bytes with as many threads. Figures are medians, with the
-fastest and the slowest in brackets; these are close together on a quiet machine.
+is measured in the same run, by PyTorch reading as many bytes with as many threads. A prefill takes at least the time
+for multiplying, without attention, at the rate of the CPU's instructions in registers (`bench.multiplications`).
+Figures are medians, with the fastest and the slowest in brackets; these are close together on a quiet machine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from bench.multiplications import multiplications
 from bench.random_models import EIGHT, ONE, TYPES, stored
 from bench.spread import Spread, repeated
 from tenuto.base.config import DEFAULT_MODEL, cache_dir
@@ -27,8 +29,9 @@ from tenuto.exec.load import ExecutorOptions, load_executor
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
 from tenuto.kernels.elements import KVCacheDtype
-from tenuto.kernels.native.build import Machine, library
+from tenuto.kernels.native.build import VARIANTS, Machine, library
 from tenuto.kernels.native.library import OpKind, loaded
+from tenuto.models.adapter import projections
 from tenuto.models.config import Attention
 from tenuto.models.native.program import NativeProgram
 from tenuto.models.store import resolve
@@ -193,6 +196,7 @@ class Figures:
         self.token_bytes = executor.spec.groups[0].bytes_per_unit // PAGE
         self.weight_bytes = forward.weight_bytes if isinstance(forward, NativeForward) else 0
         layers = [layer.mixer for layer in forward.config.layers if isinstance(layer.mixer, Attention)]
+        self.multiplications = sum(outputs * inputs for outputs, inputs in projections(forward.config).values())
         self._per_pair = sum(2 * layer.heads * layer.head_dim for layer in layers)  # multiplications per pair of tokens
         self._steps = Steps(executor, rows=32, context=3200)
         self._times = times
@@ -236,7 +240,8 @@ def show(kernels: str, kv_cache_dtype: str, times: int, shape: str | None = None
         figures, forward = Figures(executor, times), executor.forward
         sizes = f"weights {figures.weight_bytes / 1e6:.0f} MB, {figures.token_bytes} bytes a token"
         print(f"\n{figures.description}; {sizes}")
-        print(f"prefill of 512  {512 / figures.prefill(512).seconds.median:8.0f} tokens/s")
+        rate = 512 / figures.prefill(512).seconds.median
+        print(f"prefill of 512  {rate:8.0f} tokens/s{_of_multiplications(kernels, rate * figures.multiplications)}")
         print(f"  of it  {shares(forward)}")
         print(f"48 after 3,072  {figures.turns([3072], 48)[0].seconds.scaled(1e3).shown('7.2f')} ms")
         print(f"  of it  {shares(forward)}")
@@ -247,6 +252,14 @@ def show(kernels: str, kv_cache_dtype: str, times: int, shape: str | None = None
             )
             print(f"decode {rows:2} at {context:4}  {one.seconds.scaled(1e3).shown('7.2f')} ms{ratio}")
             print(f"  of it  {shares(forward)}")
+
+
+def _of_multiplications(kernels: str, made: float) -> str:
+    """Describes multiplications a second as a part of those that are possible; nothing for PyTorch."""
+    if kernels not in VARIANTS:
+        return ""
+    possible = multiplications(kernels, usable_cores())
+    return f"  {made / possible:5.2f} of {possible / 1e9:.0f} billion multiplications/s"
 
 
 def main() -> None:
