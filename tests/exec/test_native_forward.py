@@ -489,3 +489,23 @@ def test_attention_scores_of_any_size_give_what_pytorch_gives(
         expected = model(torch.tensor([text])).logits[0]
     if expected.isfinite().all():
         assert (whole.argmax(-1) == expected.argmax(-1)).float().mean() > 0.8
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not describe a process's memory")
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no large pages")
+def test_the_pool_asks_for_large_pages_of_memory(tmp_path: Path) -> None:
+    def asked() -> int:
+        """Returns the kilobytes of memory for which large pages were asked."""
+        kilobytes = found = 0
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if line.startswith("Size:"):
+                kilobytes = int(line.split()[1])
+            elif line.startswith("VmFlags:") and "hg" in line.split():
+                found += kilobytes
+        return found
+
+    executor = native(save_hf(tmp_path, MODEL))
+    before = asked()  # NumPy asks for its large arrays, too
+    executor.prepare(((4 << 20) // executor.spec.groups[0].bytes_per_unit + 1,), 1)
+    assert asked() - before >= 4 << 10, "a pool of 4 MiB"
+    executor.close()
