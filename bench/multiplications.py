@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tenuto.kernels.native.build import SOURCES, Machine, variant_flags
 
-_ROUNDS = 2_000_000
+_ROUNDS = 20_000_000
 _TIMES = 10
 
 

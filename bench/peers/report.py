@@ -79,8 +79,9 @@ Tenuto beside other servers for CPUs, all measured in one run:
 ```
 
 Machine: {{machine}}.
-Figures of other machines, or of other runs, cannot be compared with these. There are pages for a CPU
-[with AMX](benchmarks.md), for one [without](benchmarks-without-amx.md), and [for a GPU](gpu.md).
+Figures of other machines, or of other runs, cannot be compared with these. There are pages for CPUs [with
+AMX](benchmarks.md), [with AVX-512](benchmarks-without-amx.md) and [with AVX2 alone](benchmarks-avx2.md), and [for a
+GPU](gpu.md).
 
 ![Generated tokens per second, and how the time to the first token grows with the conversation]({{picture}})
 
