@@ -26,7 +26,7 @@ from tenuto.exec.native_forward import NativeForward
 from tenuto.exec.samples import samples_of
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.native.build import VARIANTS, Machine
-from tenuto.kernels.native.formats import FORMATS
+from tenuto.kernels.native.formats import FORMATS, PanelFormat
 from tenuto.kernels.native.library import OpKind
 from tenuto.models.decoder import Decoder
 from tenuto.models.gguf import GgufCheckpoint
@@ -35,20 +35,22 @@ from tests.exec.driver import Driver, logits_of
 from tests.exec.kernels import HERE, KERNELS, cores_of_threads, every_variant, needs_variant
 from tests.exec.mixed_driver import MixedDriver
 from tests.exec.rounding import RoundedForward, assert_rounded_as_said, relative_error, round_products
+from tests.models.quantized_files import OF_DIRECTORIES, quantize_directory
 from tests.models.tiny import save_gguf, save_hf, tiny_llama
 from tests.models.tiny_dense import tiny_gemma2, tiny_qwen3, tiny_qwen3_moe
 from tests.models.tiny_hybrids import tiny_bamba, tiny_mistral
 
 MODEL = tiny_llama(head_dim=32, max_position_embeddings=1024)
-WIDE = tiny_llama(  # for blocks of 256 weights, and weights that are less wild
-    max_position_embeddings=1024,
-    hidden_size=256,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    initializer_range=0.05,
-    head_dim=32,
-)
+SIZES: dict[str, Any] = {  # for blocks of 256 weights, and weights that are less wild
+    "max_position_embeddings": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "initializer_range": 0.05,
+    "head_dim": 32,
+}
+WIDE = tiny_llama(**SIZES)
 LENGTH = 70
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -90,6 +92,23 @@ def test_bfloat16_models_of_any_shape_match_transformers(variant: str, shape: di
 
 
 QUANTIZED = list(FORMATS)
+
+
+EVERY_FORMAT: list[Kind | PanelFormat] = [
+    *{conversion.format: kind for kind, conversion in reversed(FORMATS.items())}.values(),
+    *OF_DIRECTORIES,
+    *(Kind.F16, Kind.BF16, Kind.F32),
+]
+"""A type of GGUF files for each panel format, or the format itself if only safetensors files have it."""
+
+
+def save_in(directory: Path, stored: Kind | PanelFormat) -> Path:
+    """Saves a model with weights of a type of `EVERY_FORMAT`."""
+    if isinstance(stored, Kind):
+        return save_gguf(directory / "m.gguf", WIDE, stored)
+    save_hf(directory, tiny_llama(**SIZES, vocab_size=128))
+    quantize_directory(directory, OF_DIRECTORIES[stored])
+    return directory
 
 
 def logits_of_short_texts(executor: ModelExecutor) -> torch.Tensor:
@@ -186,27 +205,53 @@ def test_logits_do_not_depend_on_chunks_batches_or_pages_in_a_single_bit(
     model = WIDE if kind in (Kind.Q2_K, Kind.Q6_K, Kind.IQ4_XS) else MODEL
     path = save_gguf(tmp_path / "m.gguf", model, kind)
     executor = native(path, variant, page_size, kv_cache_dtype=kept_as)
-    driver = Driver(executor, 600, 12)
-    texts = [text(length, seed) for seed, length in enumerate((700, 90, 330, 20))]
+    assert_cuts_change_no_bit(executor, (700, 90, 330, 20), few_differ(variant, kind), kept_as)
+
+
+@every_variant
+@pytest.mark.parametrize("stored", EVERY_FORMAT, ids=lambda stored: stored.name)
+def test_logits_of_every_weight_format_depend_neither_on_cuts_nor_on_the_rest_of_a_step(
+    variant: str, stored: Kind | PanelFormat, tmp_path: Path
+) -> None:
+    path = save_in(tmp_path, stored)
+    for page_size, kept_as in ((32, "auto"), (16, "int8")):
+        executor = native(path, variant, page_size, kv_cache_dtype=kept_as)
+        assert_cuts_change_no_bit(executor, (150, 40, 75, 20), few_differ(variant, stored), kept_as)
+
+
+def few_differ(variant: str, stored: Kind | PanelFormat) -> bool:
+    """Returns whether few tokens are multiplied by another kernel than many."""
+    return variant == "amx" and stored not in (Kind.BF16, Kind.F32, PanelFormat.FP8)
+
+
+def assert_cuts_change_no_bit(
+    executor: ModelExecutor, lengths: tuple[int, ...], few_differ: bool, kept_as: str
+) -> None:
+    """Computes texts of these lengths as wholes, and in pieces that share steps with those of others. With
+    `few_differ`, steps have at least five tokens."""
+    driver, several = Driver(executor, 600, 2 * len(lengths)), len(lengths)
+    texts = [text(length, seed) for seed, length in enumerate(lengths)]
     whole = [logits_of(executor, driver.plan([(row, tokens, len(tokens))])).clone() for row, tokens in enumerate(texts)]
+    assert isinstance(executor.forward, NativeForward)
+    by_tiles = kept_as == "int8" and "amx" in executor.forward.description
     rng = np.random.default_rng(3)
-    while left := [row for row in range(4) if driver.lengths[4 + row] < len(texts[row])]:
+    while left := [row for row in range(several) if driver.lengths[several + row] < len(texts[row])]:
         rows = rng.permutation(left)[: rng.integers(1, 5)].tolist()
-        places = [driver.lengths[4 + row] for row in rows]
+        places = [driver.lengths[several + row] for row in rows]
         counts = rng.choice([1, 2, 5, 16, 40, 200], len(rows)).tolist()
-        if variant == "amx" and kind in QUANTIZED:
+        if few_differ:
             counts[0] = max(5, counts[0])
             if len(texts[rows[0]]) - places[0] < 5:
                 break
         ends = [min(a + count, len(texts[row])) for row, a, count in zip(rows, places, counts, strict=True)]
-        if variant == "amx" and kept_as == "int8":
+        if by_tiles:
             ends = [
                 len(texts[row]) if len(texts[row]) - a < 80 else a + 40 for row, a in zip(rows, places, strict=True)
             ]
-        work = [(4 + row, texts[row][a:b], b - a) for row, a, b in zip(rows, places, ends, strict=True)]
+        work = [(several + row, texts[row][a:b], b - a) for row, a, b in zip(rows, places, ends, strict=True)]
         theirs = torch.cat([whole[row][a:b] for row, a, b in zip(rows, places, ends, strict=True)])
         assert torch.equal(logits_of(executor, driver.plan(work)), theirs)
-    assert driver.steps > 12
+    assert driver.steps > 2 * several
     executor.close()
 
 

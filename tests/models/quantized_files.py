@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tenuto.kernels.native.formats import PanelFormat
+
 Made = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
@@ -188,6 +190,14 @@ def fine_grained() -> Quantization:
         return {"weight": parts["weight"], "weight_scale_inv": parts["weight_scale"]}, expected
 
     return Quantization({"quant_method": "fp8", "weight_block_size": [64, 64]}, make)
+
+
+OF_DIRECTORIES = {
+    PanelFormat.INT4: gptq(4, 128, symmetric=False),
+    PanelFormat.INT8: whole_bytes("channel", symmetric=False),
+    PanelFormat.FP8: fp8("block"),
+}
+"""For each panel format that no type of GGUF files has: a quantization that becomes it."""
 
 
 def quantize_directory(directory: Path, quantization: Quantization) -> dict[str, torch.Tensor]:

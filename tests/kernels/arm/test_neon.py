@@ -13,12 +13,12 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from tenuto.exec import load
-from tenuto.kernels.native.formats import FORMATS
+from tenuto.kernels.native.formats import FORMATS, PanelFormat
 from tests.exec.kernels import HERE
 from tests.exec.rounding import FLIPPED, relative_error
 from tests.exec.test_native_forward import WIDE, logits_of_short_texts, native
 from tests.kernels.arm.emulator import ARM, NEON, Emulated, needs_emulator
-from tests.models.quantized_files import Quantization, fp8, gptq, quantize_directory, whole_bytes
+from tests.models.quantized_files import OF_DIRECTORIES, quantize_directory
 from tests.models.test_quantized_files import LLAMA
 from tests.models.tiny import save_gguf, save_hf, tiny_llama
 
@@ -44,19 +44,15 @@ def test_every_weight_format_gives_the_logits_of_x86(
 
 @needs_emulator
 @pytest.mark.parametrize("variant", NEON)
-@pytest.mark.parametrize(
-    "quantization",
-    [gptq(4, 128, symmetric=False), whole_bytes("channel", symmetric=False), fp8("block")],
-    ids=["INT4", "INT8", "FP8"],
-)
+@pytest.mark.parametrize("stored", OF_DIRECTORIES, ids=lambda stored: stored.name)
 def test_formats_of_safetensors_files_give_the_logits_of_x86(
-    quantization: Quantization, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: PanelFormat, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = SAME_ROUNDING[variant]
     if other not in HERE.variants():
         pytest.skip(f"{other} cannot run here")
     save_hf(tmp_path, tiny_llama(**LLAMA))
-    quantize_directory(tmp_path, quantization)
+    quantize_directory(tmp_path, OF_DIRECTORIES[stored])
     compare(tmp_path, variant, other, monkeypatch)
 
 
