@@ -4,7 +4,7 @@ have.
 A product rounds its inputs by the format of its weights: quantized weights take inputs of 8 bits in blocks of 32, or of
 15 bits where one value is far above the rest of its block, and bfloat16 weights take bfloat16; with AMX, steps of five
 rows or more multiply bfloat16 unless weights are float32. Keys and values are kept in bfloat16 (or in bytes,
-`test_kv_cache_dtype`). With weights in `KEPT`, `avx2` and `avx512` round nothing else, so they agree with this
+`test_kv_cache_dtype`). With weights in `KEPT`, variants in `FLOAT32` round nothing else, so they agree with this
 reference to within float32, except where a value is so near the middle between two quants that it is rounded the other
 way, which later tokens see: texts are short, so that most tokens have few before them. Other variants also round
 queries and softmax weights to bfloat16, and other weights are rounded themselves (scales of Q4_K, Q5_K and Q6_K to
@@ -26,6 +26,7 @@ from tenuto.kernels.native.formats import FORMATS
 from tenuto.kernels.paged import PagedKV
 from tenuto.models import attention, decoder, experts, gated_delta, mamba2, mlp
 from tenuto.models.decoder import Decoder
+from tests.exec.kernels import FLOAT32
 
 UNEVEN = 23
 """`OUTLIER_RATIO` of `matmul_input.h`: blocks whose highest square exceeds this multiple of the mean square have inputs
@@ -106,7 +107,7 @@ def assert_rounded_as_said(
     found: torch.Tensor, rounded: torch.Tensor, exact: torch.Tensor, variant: str, kind: Kind
 ) -> None:
     """Compares a variant's logits with PyTorch's, with and without the same rounding, all float32 [tokens, vocab]."""
-    if variant in ("avx2", "avx512") and kind in KEPT:
+    if variant in FLOAT32 and kind in KEPT:
         differ = [relative_error(mine, theirs) for mine, theirs in zip(found, rounded, strict=True)]
         assert statistics.median(differ) < FLIPPED, differ
     assert relative_error(found, exact) < ANOTHER_DRAW * relative_error(rounded, exact)

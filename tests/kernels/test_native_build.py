@@ -41,10 +41,11 @@ def test_two_processes_at_once_compile_once_and_later_ones_not_at_all(
 def test_the_best_variant_for_the_cpu_comes_first() -> None:
     assert Machine(AVX2, None).variants() == ["avx2"]
     assert Machine(AVX2 | {"avx512f"}, None).variants() == ["avx2"]
+    assert Machine(AVX2 | {"avx_vnni"}, None).variants() == ["avx2_vnni", "avx2"]
     ice_lake = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
     assert Machine(ice_lake, None).variants() == ["avx512", "avx2"]
-    sapphire_rapids = ice_lake | {"avx512_bf16", "avx512vbmi", "amx_tile", "amx_int8", "amx_bf16"}
-    assert Machine(sapphire_rapids, None).variants() == ["amx", "avx512_bf16", "avx512", "avx2"]
+    sapphire_rapids = ice_lake | {"avx_vnni", "avx512_bf16", "avx512vbmi", "amx_tile", "amx_int8", "amx_bf16"}
+    assert Machine(sapphire_rapids, None).variants() == ["amx", "avx512_bf16", "avx512", "avx2_vnni", "avx2"]
     graviton2 = frozenset({"asimd", "asimddp"})
     assert Machine(graviton2, None).variants() == ["neon_dot", "neon"]
     assert Machine(graviton2 | {"i8mm", "bf16"}, None).variants() == ["neon_bf16", "neon_dot", "neon"]

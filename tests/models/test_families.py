@@ -31,7 +31,7 @@ from tenuto.models.decoder import Decoder
 from tenuto.models.hf import HfCheckpoint
 from tenuto.models.native.obstacle import obstacle
 from tenuto.models.store import resolve
-from tests.exec.kernels import every_variant, needs_variant
+from tests.exec.kernels import FLOAT32, every_variant, needs_variant
 from tests.exec.mixed_driver import LOOKAHEAD, MixedDriver
 from tests.exec.rounding import RoundedForward, relative_error
 from tests.models.tiny_dense import (
@@ -327,7 +327,7 @@ def test_native_kernels_compute_what_pytorch_computes(stage: Stage, rounded: tor
     driver, ends = MixedDriver(executor, rows=1), [1, 3, 10, 11, 65, LENGTH]
     for a, b in zip([0, *ends], ends, strict=False):
         assert torch.equal(driver.logits({0: stage.texts[0][a:b]}), whole[a:b])
-    if variant in ("avx2", "avx512"):
+    if variant in FLOAT32:
         assert relative_error(whole, rounded) < max(3e-4, 0.1 * relative_error(rounded, stage.expected[0]))
     errors = [relative_error(ours, theirs) for ours, theirs in zip(whole, stage.expected[0], strict=True)]
     assert statistics.median(errors) < 0.03

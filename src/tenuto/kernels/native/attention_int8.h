@@ -10,9 +10,9 @@
 
 // The highest quants of queries and of softmax weights.
 constexpr float MAX_QUERY_QUANT = 127.0f * 128.0f, MAX_WEIGHT_QUANT = 127.0f * 129.0f;
-// Keys are stored plus 128, of which `Dot::add` subtracts `OFFSET`. The rest, times the sum of the query's quants, has
-// to be subtracted from products.
-constexpr int KEY_OFFSET = 128 - OFFSET;
+// Keys are stored plus 128, of which `KeyDot` subtracts `OFFSET`. The rest, times the sum of the query's quants, has to
+// be subtracted from products.
+constexpr int KEY_OFFSET = 128 - KeyDot::OFFSET;
 
 // Combines the products of coarse and of fine quants, and subtracts `offset`.
 INLINE f32x16 combined(i32x16 coarse, i32x16 fine, uint32_t offset = 0) {
@@ -110,7 +110,7 @@ INLINE void score_int8(const Cache &cache, const Chunk &chunk, int first, const 
   for (int b = 0; b < BLOCKS && ahead; b++)
     __builtin_prefetch(KvInt8::scales(cache, ahead->at[first + b], 0), 0, 2);
   for (int part = 0; part < KvInt8::parts(cache); part++) {
-    Dot coarse[ROWS][BLOCKS], fine[ROWS][BLOCKS];
+    KeyDot coarse[ROWS][BLOCKS], fine[ROWS][BLOCKS];
     for (int d = part * BLOCK; d < std::min(dim, (part + 1) * BLOCK); d += 4) {
       if (ahead)
 #pragma GCC unroll 8

@@ -32,13 +32,20 @@ VARIANTS = {
     "amx": (*_AVX512_BF16, "avx512vbmi", "amx-tile", "amx-int8", "amx-bf16"),
     "avx512_bf16": _AVX512_BF16,
     "avx512": _AVX512,
+    "avx2_vnni": (*_AVX2, "avxvnni"),
     "avx2": _AVX2,
     "neon_bf16": (*_NEON_DOT, "i8mm", "bf16"),
     "neon_dot": _NEON_DOT,
     "neon": ("simd",),
 }
 """The CPU features that each variant of the library needs, by their names in compiler flags; the best variant first."""
-_KERNEL_NAMES = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "simd": "asimd", "dotprod": "asimddp"}
+_KERNEL_NAMES = {
+    "avx512vnni": "avx512_vnni",
+    "avx512bf16": "avx512_bf16",
+    "avxvnni": "avx_vnni",
+    "simd": "asimd",
+    "dotprod": "asimddp",
+}
 """Names of features in `/proc/cpuinfo`, where they differ from those in compiler flags by more than `_` for `-`."""
 _MACOS_NAMES = {"asimd": "AdvSIMD", "asimddp": "arm.FEAT_DotProd", "i8mm": "arm.FEAT_I8MM", "bf16": "arm.FEAT_BF16"}
 """Names of features in macOS's `hw.optional`, by those of Linux."""

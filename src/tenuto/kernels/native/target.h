@@ -14,6 +14,9 @@
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define TENUTO_AVX512 1
 #endif
+#if defined(__AVXVNNI__)
+#define TENUTO_AVX_VNNI 1
+#endif
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define TENUTO_BF16 1
 #endif

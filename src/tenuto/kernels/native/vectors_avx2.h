@@ -122,27 +122,67 @@ INLINE i8x16 to_bytes(i32x16 v) { // lanes must fit 8 bits
   return (i8x16)_mm_packs_epi16(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
 }
 
-// Returns `sum`, and makes the compiler have it in a register. Otherwise it computes all products of a block first, for
-// which there are too few registers, and adds them up from memory.
+INLINE __m256i four_bytes(const void *p) { // in each lane
+  int32_t quad;
+  memcpy(&quad, p, 4);
+  return _mm256_set1_epi32(quad);
+}
+
+// Returns `sum`, and makes the compiler have it in a register. Otherwise it computes all products of a block first, or
+// all its weights, for which there are too few registers, and adds them up from memory.
 INLINE __m256i added(__m256i sum) {
   asm("" : "+x"(sum));
   return sum;
 }
 
-constexpr int OFFSET = 128; // subtracted from 8-bit weights by `Dot::add`
+#if TENUTO_AVX_VNNI
+// The dot products of a block of unsigned weights of `BITS` bits with signed inputs. A vector has 4 weights, of
+// neighbouring inputs, for each of 16 outputs. The instruction adds four products to a lane. It takes weights of 8 bits
+// as unsigned, so what they have too much is subtracted from the sums. Thus products are those of plain AVX2, bit by
+// bit.
+template <int Offset> struct OffsetDot {
+  static constexpr int OFFSET = Offset; // subtracted from 8-bit weights
+  __m256i low = {}, high = {};
+  __m256i excess = {}; // in each lane the sum of the inputs, times the offset
 
+  // Adds to lane n the dot product of the four bytes w[4 n ...] and the four bytes at `x`.
+  template <int BITS> void add(u32x16 w, const int8_t *x) {
+    const __m256i inputs = four_bytes(x);
+    low = added(_mm256_dpbusd_avx_epi32(low, (__m256i)w.low, inputs));
+    high = added(_mm256_dpbusd_avx_epi32(high, (__m256i)w.high, inputs));
+    if (BITS == 8 && OFFSET > 0)
+      excess = added(_mm256_dpbusd_avx_epi32(excess, _mm256_set1_epi8((char)OFFSET), inputs));
+  }
+  template <int BITS> i32x16 total() const {
+    return {(i32x8)_mm256_sub_epi32(low, excess), (i32x8)_mm256_sub_epi32(high, excess)};
+  }
+};
+typedef OffsetDot<128> Dot;
+typedef OffsetDot<0> KeyDot;
+
+// The dot products of signed bytes, four for each of 16 lanes, with the four unsigned bytes below 128 at `x`.
+struct UnsignedDot {
+  __m256i low = {}, high = {};
+
+  void add(u32x16 w, const uint8_t *x) {
+    const __m256i inputs = four_bytes(x);
+    low = added(_mm256_dpbusd_avx_epi32(low, inputs, (__m256i)w.low));
+    high = added(_mm256_dpbusd_avx_epi32(high, inputs, (__m256i)w.high));
+  }
+  i32x16 total() const { return {(i32x8)low, (i32x8)high}; }
+};
+#else
 // The dot products of a block of unsigned weights of `BITS` bits with signed inputs above -128. A vector has 4 weights,
 // of neighbouring inputs, for each of 16 outputs. The instruction adds pairs of products into 16 bits. Weights of at
 // most 4 bits leave room for the sums of a whole block. Weights of 8 bits are made signed first, and their signs are
 // moved to the inputs.
 struct Dot {
+  static constexpr int OFFSET = 128; // subtracted from 8-bit weights
   __m256i low = {}, high = {};
 
   // Adds to lane n the dot product of the four bytes w[4 n ...] and the four bytes at `x`.
   template <int BITS> void add(u32x16 w, const int8_t *x) {
-    int32_t quad;
-    memcpy(&quad, x, 4);
-    const __m256i inputs = _mm256_set1_epi32(quad);
+    const __m256i inputs = four_bytes(x);
     low = with<BITS>(low, (__m256i)w.low, inputs), high = with<BITS>(high, (__m256i)w.high, inputs);
   }
   template <int BITS> i32x16 total() const {
@@ -163,20 +203,20 @@ private:
     return added(_mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1))));
   }
 };
+typedef Dot KeyDot;
 
 // The dot products of signed bytes, four for each of 16 lanes, with the four unsigned bytes below 128 at `x`.
 struct UnsignedDot {
   __m256i low = {}, high = {};
 
   void add(u32x16 w, const uint8_t *x) {
-    int32_t quad;
-    memcpy(&quad, x, 4);
-    const __m256i inputs = _mm256_set1_epi32(quad), ones = _mm256_set1_epi16(1);
+    const __m256i inputs = four_bytes(x), ones = _mm256_set1_epi16(1);
     low = added(_mm256_add_epi32(low, _mm256_madd_epi16(_mm256_maddubs_epi16(inputs, (__m256i)w.low), ones)));
     high = added(_mm256_add_epi32(high, _mm256_madd_epi16(_mm256_maddubs_epi16(inputs, (__m256i)w.high), ones)));
   }
   i32x16 total() const { return {(i32x8)low, (i32x8)high}; }
 };
+#endif
 
 // As in `vectors_avx512.h`.
 constexpr int MATMUL_ROWS = 4, UNPACKED_ROWS = 16, ATTENTION_ROWS = 5, INT8_ATTENTION_ROWS = 2, FEW_ROWS = 5;

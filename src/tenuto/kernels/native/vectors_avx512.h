@@ -84,6 +84,7 @@ INLINE f32x16 dot_bf16(f32x16 acc, u32x16 a, uint32_t b) {
 // The dot products of a block of unsigned weights with signed inputs. A vector has 4 weights, of neighbouring inputs,
 // for each of 16 outputs.
 struct Dot {
+  static constexpr int OFFSET = 0; // subtracted from 8-bit weights
   i32x16 sum = {};
 
   // Adds to lane n the dot product of the four bytes w[4 n ...] and the four bytes at `x`.
@@ -94,6 +95,8 @@ struct Dot {
   }
   template <int BITS> i32x16 total() const { return sum; }
 };
+typedef Dot KeyDot; // that of the keys in a cache, with whatever offset is faster
+
 // The dot products of signed bytes, four for each of 16 lanes, with the four unsigned bytes below 128 at `x`.
 struct UnsignedDot {
   i32x16 sum = {};
@@ -105,7 +108,6 @@ struct UnsignedDot {
   }
   i32x16 total() const { return sum; }
 };
-constexpr int OFFSET = 0; // subtracted from 8-bit weights by `Dot::add`
 
 // The number of input rows that a product takes at once: the sums of a block fit into the registers, beside them those
 // of all blocks do not, but they are needed only once a block. The numbers of query rows whose sums fit; `FEW_ROWS`

@@ -162,6 +162,7 @@ INLINE int8x16_t four_bytes(const void *p) {
 // of neighbouring inputs, for each of 16 outputs. Products are of signed bytes, so weights of 8 bits become signed,
 // unless there is an instruction for unsigned ones.
 struct Dot {
+  static constexpr int OFFSET = TENUTO_I8MM ? 0 : 128; // subtracted from 8-bit weights
   i32x16 sum = {};
 
   // Adds to lane n the dot product of the four bytes w[4 n ...] and the four bytes at `x`.
@@ -181,7 +182,7 @@ private:
     return dot4(sum, (int8x16_t)(BITS == 8 ? w ^ 0x80808080u : w), x);
   }
 };
-constexpr int OFFSET = TENUTO_I8MM ? 0 : 128; // subtracted from 8-bit weights by `Dot::add`
+typedef Dot KeyDot;
 
 // The dot products of signed bytes, four for each of 16 lanes, with the four unsigned bytes below 128 at `x`.
 struct UnsignedDot {

@@ -299,7 +299,7 @@ struct Scales {
 };
 // Returns the scale and the minimum of part `part` of a block, for quants as `Dot` reads them.
 template <class Format> INLINE Scales scales_of(const Behind &at, int block, int part = 0) {
-  constexpr float offset = Format::BITS == 8 ? OFFSET : 0;
+  constexpr float offset = Format::BITS == 8 ? Dot::OFFSET : 0;
   const f32x16 scale = Format::Layout::scale(at, block, part);
   const f32x16 minimum = minimum_of<Format>(at, block, part, scale);
   return {scale, offset != 0 ? minimum + scale * offset : minimum};
