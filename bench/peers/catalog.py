@@ -170,7 +170,8 @@ def _openvino(kept_as: str, *options: str) -> Command:
 
 def _on_lesser(cpu: str) -> Callable[[Setting], Mapping[str, str]]:
     """Returns the environment in which a program finds the features of a CPU whose best kernels are `cpu`: `avx512`, as
-    Ice Lake and Zen 4 without BF16, or `avx2`, as Zen 3. Raises `CalledProcessError` without a C compiler."""
+    Ice Lake and Zen 4 without BF16, `avx2_vnni`, as Alder Lake, or `avx2`, as Zen 3. Raises `CalledProcessError` if
+    there is no C compiler."""
 
     def environment(setting: Setting) -> dict[str, str]:
         library = setting.peers / "lesser_cpu.so"
@@ -279,7 +280,12 @@ PEERS = (
             feature=feature,
             asked=True,
         )
-        for kernels, feature in (("avx512_bf16", "avx512_bf16"), ("avx512", "avx512_vnni"), ("avx2", "avx2"))
+        for kernels, feature in (
+            ("avx512_bf16", "avx512_bf16"),
+            ("avx512", "avx512_vnni"),
+            ("avx2_vnni", "avx_vnni"),
+            ("avx2", "avx2"),
+        )
         for kept_as in ("auto", "int8")
     ),
     *(
@@ -289,9 +295,13 @@ PEERS = (
             _openvino("u8"),
             home="openvino",
             environment=_on_lesser(cpu),
-            feature="cpuid_fault",
+            feature=feature,
             asked=True,
         )
-        for cpu, without in (("avx512", "AVX-512 and VNNI only"), ("avx2", "AVX2 only"))
+        for cpu, without, feature in (
+            ("avx512", "AVX-512 and VNNI only", "cpuid_fault"),
+            ("avx2_vnni", "AVX2 and AVX-VNNI only", "avx_vnni"),
+            ("avx2", "AVX2 only", "cpuid_fault"),
+        )
     ),
 )

@@ -188,7 +188,9 @@ def test_kernels_that_another_cpu_would_use_are_measured_if_they_are_asked_for(t
 
 @pytest.mark.skipif("cpuid_fault" not in Machine.this().features, reason="CPUID cannot be intercepted here")
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-@pytest.mark.parametrize(("cpu", "found"), [("avx512", "AVX512 False"), ("avx2", "AVX2 False")])
+@pytest.mark.parametrize(
+    ("cpu", "found"), [("avx512", "AVX512 False"), ("avx2_vnni", "AVX2 False"), ("avx2", "AVX2 False")]
+)
 def test_a_peer_finds_a_lesser_cpu_if_that_is_asked_for(cpu: str, found: str, tmp_path: Path) -> None:
     [peer] = parse(["--peers", f"openvino-inside-8-{cpu}"]).peers
     asks = "import torch; print(torch.backends.cpu.get_cpu_capability(), torch.cpu._is_amx_tile_supported())"

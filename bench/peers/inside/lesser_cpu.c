@@ -1,7 +1,8 @@
-// A library to preload, by which a program finds a lesser CPU: without AMX and the 16-bit floats of AVX-512, and with
-// BENCH_CPU=avx2 without AVX-512 and AVX-VNNI. Linux makes the instruction CPUID fault, if the CPU can ("cpuid_fault" in
-// /proc/cpuinfo), and the handler carries it out and clears bits. Their numbers are those of Intel's Software
-// Developer's Manual, volume 2A, CPUID, leaf 7. What was compiled for this CPU, or reads /proc/cpuinfo, notices nothing.
+// A library to preload, by which a program finds a lesser CPU: without AMX and the 16-bit floats of AVX-512, with
+// BENCH_CPU=avx2_vnni without AVX-512, and with BENCH_CPU=avx2 without AVX-512 and AVX-VNNI. Linux makes the instruction
+// CPUID fault, if the CPU can ("cpuid_fault" in /proc/cpuinfo), and the handler carries it out and clears bits. Their
+// numbers are those of Intel's Software Developer's Manual, volume 2A, CPUID, leaf 7. What was compiled for this CPU, or
+// reads /proc/cpuinfo, notices nothing.
 #define _GNU_SOURCE
 #include <cpuid.h>
 #include <signal.h>
@@ -24,7 +25,7 @@ static const uint32_t AVX512_ECX = BIT(1) | BIT(6) | BIT(11) | BIT(12) | BIT(14)
 static const uint32_t AVX512_EDX = BIT(2) | BIT(3) | BIT(8);
 static const uint32_t AVX_VNNI_EAX = BIT(4); // part 1
 
-static int only_avx2;
+static int without_avx512, without_avx_vnni;
 
 static void answer(int number, siginfo_t *info, void *context) {
   (void)info;
@@ -41,10 +42,10 @@ static void answer(int number, siginfo_t *info, void *context) {
   syscall(SYS_arch_prctl, ARCH_SET_CPUID, 0);
   if (leaf == 7 && part == 0) {
     d &= ~AMX_AND_FP16_EDX;
-    if (only_avx2)
+    if (without_avx512)
       b &= ~AVX512_EBX, c &= ~AVX512_ECX, d &= ~AVX512_EDX;
   } else if (leaf == 7 && part == 1) {
-    a &= ~(BF16_AND_AMX_FP16_EAX | (only_avx2 ? AVX_VNNI_EAX : 0));
+    a &= ~(BF16_AND_AMX_FP16_EAX | (without_avx_vnni ? AVX_VNNI_EAX : 0));
   } else if (leaf == 0x1D || leaf == 0x1E) { // tiles
     a = b = c = d = 0;
   }
@@ -54,7 +55,8 @@ static void answer(int number, siginfo_t *info, void *context) {
 
 __attribute__((constructor)) static void begin(void) {
   const char *cpu = getenv("BENCH_CPU");
-  only_avx2 = cpu && !strcmp(cpu, "avx2");
+  without_avx_vnni = cpu && !strcmp(cpu, "avx2");
+  without_avx512 = without_avx_vnni || (cpu && !strcmp(cpu, "avx2_vnni"));
   struct sigaction action = {.sa_sigaction = answer, .sa_flags = SA_SIGINFO | SA_NODEFER};
   sigaction(SIGSEGV, &action, NULL);
   if (syscall(SYS_arch_prctl, ARCH_SET_CPUID, 0)) {
