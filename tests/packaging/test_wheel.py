@@ -2,6 +2,7 @@
 written."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -13,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from tenuto.base.config import cache_dir
-from tenuto.kernels.native.build import Machine
+from tenuto.kernels.native.build import Machine, variant_flags
 
 ROOT = Path(__file__).parents[2]
 HERE = Machine.this()
+X86 = ("amx", "avx512_bf16", "avx512", "avx2_vnni", "avx2")
+NEON = ("neon_bf16", "neon_dot", "neon")
 
 
 def _unprivileged() -> list[str]:
@@ -26,18 +29,38 @@ def _unprivileged() -> list[str]:
     return command if allowed and allowed.returncode == 0 else []
 
 
+def _built(directory: Path, prebuilt: str, **environment: str) -> Path:
+    """Returns a wheel that is built into a directory without another."""
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(directory)],
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "TENUTO_PREBUILT": prebuilt, **environment},
+    )
+    (wheel,) = directory.glob("*.whl")
+    assert "-py3-none-any" not in wheel.name
+    return wheel
+
+
+def test_a_wheel_with_all_kernels_has_every_variant_for_its_architecture(tmp_path: Path) -> None:
+    """By a compiler that writes its options instead of a library, in no time."""
+    pytest.importorskip("hatchling")
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\nfor each; do [ "$last" = -o ] && echo "$@" > "$each"; last=$each; done\n')
+    compiler.chmod(0o755)
+    wheel = zipfile.ZipFile(_built(tmp_path, "all", PATH=f"{tmp_path}:{os.environ['PATH']}"))
+    libraries = [name for name in wheel.namelist() if name.startswith("tenuto/kernels/native/prebuilt/")]
+    made = {name.rpartition("/")[2].partition("-")[0]: wheel.read(name).decode() for name in libraries}
+    assert sorted(made) == sorted(NEON if platform.machine() in ("aarch64", "arm64") else X86)
+    assert len(made) == len(libraries)
+    assert all(flag in options.split() for variant, options in made.items() for flag in variant_flags(variant))
+
+
 @pytest.mark.skipif(not (HERE.compiler and HERE.variants()), reason="no compiler, or no variant for this CPU")
 def test_from_a_wheel_and_without_a_compiler_the_packages_kernels_answer(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
     variant = HERE.variants()[-1]
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        check=True,
-        cwd=ROOT,
-        env={**os.environ, "TENUTO_PREBUILT": variant},
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    assert "-py3-none-any" not in wheel.name
+    wheel = _built(tmp_path, variant)
     venv.create(tmp_path / "venv")
     python = str(tmp_path / "venv" / "bin" / "python")
     made = subprocess.run(
