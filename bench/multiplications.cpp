@@ -18,6 +18,10 @@ static void add_all() {
 constexpr int SUMS = 12, EACH = 64; // bytes, to 32 bits
 typedef __m512i Sum;
 INLINE Sum add(Sum sum, Sum a, Sum b) { return _mm512_dpbusd_epi32(sum, a, b); }
+#elif TENUTO_AVX_VNNI
+constexpr int SUMS = 12, EACH = 32; // bytes, to 32 bits
+typedef __m256i Sum;
+INLINE Sum add(Sum sum, Sum a, Sum b) { return _mm256_dpbusd_avx_epi32(sum, a, b); }
 #elif !TENUTO_NEON
 constexpr int SUMS = 8, EACH = 32; // bytes, to 16 bits
 typedef __m256i Sum;

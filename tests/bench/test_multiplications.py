@@ -10,7 +10,13 @@ from bench.multiplications import compiled, multiplications
 from tenuto.kernels.native.build import VARIANTS, Machine
 
 THIS = Machine.this()
-INSTRUCTIONS = {"amx": "tdpbf16ps", "avx512_bf16": "vpdpbusd", "avx512": "vpdpbusd", "avx2": "vpmaddubsw"}
+INSTRUCTIONS = {
+    "amx": "tdpbf16ps",
+    "avx512_bf16": "vpdpbusd",
+    "avx512": "vpdpbusd",
+    "avx2_vnni": "vpdpbusd",
+    "avx2": "vpmaddubsw",
+}
 
 
 @pytest.mark.skipif(THIS.compiler is None, reason="there is no C++ compiler")

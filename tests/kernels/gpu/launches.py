@@ -36,7 +36,7 @@ from tenuto.kernels.gpu.steps import (
     spread,
     trace,
 )
-from tenuto.kernels.linear import Weight
+from tenuto.kernels.linear import Matrix
 from tenuto.kernels.quantized import Numbers, Quantized
 from tenuto.kernels.recurrent import Slots
 from tenuto.models.block import GATES, UNGATED
@@ -177,7 +177,7 @@ def mixing(
     weights."""
     (hidden, width), one = shape, torch.zeros(1, dtype=dtype)
 
-    def matrix(outputs: int, inputs: int) -> Weight:
+    def matrix(outputs: int, inputs: int) -> Matrix:
         return one.expand(outputs, inputs) if numbers is None else weights(numbers, inputs, outputs, group)
 
     inner, down = matrix(experts * 2 * width, hidden), matrix(experts * hidden, width)

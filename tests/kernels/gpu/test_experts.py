@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from tenuto.kernels.gpu.experts import mix_experts
-from tenuto.kernels.linear import Weight
+from tenuto.kernels.linear import Matrix
 from tenuto.kernels.quantized import Numbers
 from tenuto.models.block import UNGATED, activate
 from tests.kernels.gpu.conftest import DEVICE
@@ -45,7 +45,7 @@ class Mixture:
         inner = width if activation in UNGATED else 2 * width
         self.count = count
 
-        def matrix(outputs: int, inputs: int) -> tuple[Weight, torch.Tensor]:
+        def matrix(outputs: int, inputs: int) -> tuple[Matrix, torch.Tensor]:
             """Returns the matrix of all experts, on the device, and each one's weights."""
             if numbers is None:
                 plain = random(count * outputs, inputs) * inputs**-0.5
