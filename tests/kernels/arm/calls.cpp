@@ -4,7 +4,7 @@
 //   w address size    writes the bytes that follow             -> 0
 //   r address size    reads                                    -> the bytes
 //   f address         frees                                    -> 0
-//   o p c s m e       calls tenuto_open, _prepare, _copy, _step, _sample (m) or _close with the arguments  -> result
+//   o p c u s m e     calls tenuto_open, _prepare, _copy, _memory (u), _step, _sample (m) or _close  -> result
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -45,6 +45,8 @@ int main(int, char **argv) {
       result = call<int>("tenuto_prepare", first, (void *)given[1], (int)given[2], (int)given[3]);
     } else if (request.letter == 'c') {
       call<void>("tenuto_copy", first, (int)given[1], (int)given[2], (void *)given[3], (void *)given[4]);
+    } else if (request.letter == 'u') {
+      result = (int64_t)call<void *>("tenuto_memory", first, (int)given[1]);
     } else if (request.letter == 's') {
       result = call<int>("tenuto_step", first, (void *)given[1]);
     } else if (request.letter == 'm') {

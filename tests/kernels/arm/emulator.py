@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import hashlib
+import os
 import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
+from tenuto.kernels.elements import Element, KVCacheDtype
 from tenuto.kernels.native import library
 from tenuto.kernels.native.build import VARIANTS, Machine
 
@@ -38,9 +42,12 @@ class Process:
     """An emulated process that calls the library at `path`."""
 
     def __init__(self, path: Path) -> None:
-        program = path.with_suffix(".calls")
+        digest = hashlib.sha256(CALLS.read_bytes()).hexdigest()[:20]
+        program = path.parent / f"calls-{digest}"
         if not program.exists():
-            subprocess.run([str(COMPILER), "-O2", "-pthread", "-o", str(program), str(CALLS), "-ldl"], check=True)
+            made = program.with_suffix(f".{os.getpid()}")
+            subprocess.run([str(COMPILER), "-O2", "-pthread", "-o", str(made), str(CALLS), "-ldl"], check=True)
+            made.replace(program)
         command = [str(EMULATOR), "-L", SYSTEM, str(program), str(path)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None
@@ -78,10 +85,26 @@ class Process:
         kept, self._held = self._held, []
         try:
             yield
-            for there in self._held:
-                self.ask("f", there)
+            self.free(self._held)
         finally:
             self._held = kept
+
+    @contextmanager
+    def lasting(self) -> Iterator[list[int]]:
+        """Copies that are made within the block are added to the list, and last until they are freed."""
+        kept, self._held = self._held, []
+        try:
+            yield self._held
+        finally:
+            self._held = kept
+
+    def free(self, held: list[int]) -> None:
+        for there in held:
+            self.ask("f", there)
+
+    @property
+    def ended(self) -> bool:
+        return self._to.closed
 
     def end(self) -> None:
         self._to.close()
@@ -93,33 +116,52 @@ class Process:
         self._to.flush()
 
 
+@dataclass(slots=True)
+class _Opened:
+    """An open forward pass. `held`: addresses, in the emulated process, of what it was opened with. `units`: the number
+    of units of each group. `seen`: copies of the units of groups that `Emulated.memory` has returned."""
+
+    model: library.Model
+    ops: list[library.Op]
+    held: list[int]
+    units: list[int] = field(default_factory=list)
+    seen: dict[int, ctypes.Array[ctypes.c_char]] = field(default_factory=dict)
+
+
 class Emulated:
-    """Does what `library.Library` does, except that units cannot be read."""
+    """Does what `library.Library` does, except that it keeps no threads on cores. Units that `memory` returns are
+    copies, valid until the next call, which takes over what was written to them."""
 
     def __init__(self, path: Path) -> None:
         self.variant = path.stem.partition("-")[0]
         self.process = Process(path)
+        self._opened: dict[int, _Opened] = {}
         atexit.register(self.process.end)
 
     def open(self, model_reference: Any, ops: Any, count: int, threads: int) -> int:
-        put = self.process.put
-        self._model: library.Model = model_reference._obj
-        self._ops = [ops[i] for i in range(count)]
-        model = _copy(self._model)
-        groups = _array(library.Group, [model.groups[i] for i in range(model.groups_count)])
-        ropes = _array(library.Rope, [_copy(model.ropes[i]) for i in range(model.ropes_count)])
-        for rope in ropes:
-            rope.frequencies = put(rope.frequencies, 4 * rope.pairs)
-        model.groups, model.ropes = self._at(groups, library.Group), self._at(ropes, library.Rope)
-        made = _array(library.Op, [self._op(_copy(op), groups) for op in self._ops])
-        return self.process.ask("o", self.process.put_all(model), self.process.put_all(made), count, threads)
+        put, given, model = self.process.put, model_reference._obj, _copy(model_reference._obj)
+        groups = _array(library.Group, [given.groups[i] for i in range(given.groups_count)])
+        ropes = _array(library.Rope, [_copy(given.ropes[i]) for i in range(given.ropes_count)])
+        with self.process.lasting() as held:
+            for rope in ropes:
+                rope.frequencies = put(rope.frequencies, 4 * rope.pairs)
+            model.groups, model.ropes = self._at(groups, library.Group), self._at(ropes, library.Rope)
+            made = _array(library.Op, [self._op(_copy(ops[i]), given) for i in range(count)])
+            handle = self.process.ask("o", self.process.put_all(model), self.process.put_all(made), count, threads)
+        self._opened[handle] = _Opened(given, [ops[i] for i in range(count)], held)
+        return handle
 
     def _at(self, values: Any, kind: Any) -> Any:
         return ctypes.cast(self.process.put_all(values) or 0, ctypes.POINTER(kind))
 
-    def _op(self, op: Any, groups: Any) -> Any:
-        put = self.process.put
-        op.norm = put(op.norm, 4 * -(-self._model.hidden // 32) * 32)
+    def _op(self, op: Any, model: library.Model) -> Any:
+        put, groups = self.process.put, model.groups
+        columns = model.hidden
+        if op.kind == library.OpKind.ATTEND:
+            columns = op.attention.contents.heads * groups[op.attention.contents.group].head_dim
+        op.order = put(op.order, 4 * columns)
+        norms = 2 if op.kind == library.OpKind.JOIN else 1
+        op.norm = put(op.norm, 4 * -(-norms * model.hidden // 32) * 32)
         for name in MATRICES:
             setattr(op, name, self._matrix(_copy(getattr(op, name))))
         if op.attention:
@@ -152,44 +194,56 @@ class Emulated:
         return matrix
 
     def prepare(self, forward: int, units: Any, rows: int, most_kept: int) -> int:
+        opened = self._opened[forward]
+        opened.units, opened.seen = list(units), {}
         with self.process.call():
             return self.process.ask("p", forward, self.process.put_all(units), rows, most_kept)
 
     def copy(self, forward: int, group: int, count: int, sources: int, targets: int) -> None:
+        self._write_back(forward)
         put = self.process.put
         with self.process.call():
             self.process.ask("c", forward, group, count, put(sources, 4 * count), put(targets, 4 * count))
 
     def memory(self, forward: int, group: int) -> int:
-        raise NotImplementedError
+        opened = self._opened[forward]
+        if group not in opened.seen:
+            size = opened.units[group] * _unit_bytes(opened.model, opened.model.groups[group])
+            copied = opened.seen[group] = ctypes.create_string_buffer(size)
+            self.process.take(self.process.ask("u", forward, group), ctypes.addressof(copied), size)
+        return ctypes.addressof(opened.seen[group])
+
+    def _write_back(self, forward: int) -> None:
+        opened = self._opened[forward]
+        for group, copied in opened.seen.items():
+            self.process.ask("w", self.process.ask("u", forward, group), len(copied), data=copied.raw)
+        opened.seen.clear()
 
     def step(self, forward: int, step_reference: Any) -> int:
+        self._write_back(forward)
         given: library.Step = step_reference._obj
-        put, take, step = self.process.put, self.process.take, _copy(given)
+        put, take, step, opened = self.process.put, self.process.take, _copy(given), self._opened[forward]
         with self.process.call():
             most = max(ctypes.cast(given.row_ids, ctypes.POINTER(ctypes.c_int32))[: given.rows]) + 1
             for name in ("row_ids", "starts", "counts", "adapter_of", "guesses"):
                 setattr(step, name, put(getattr(given, name), 4 * given.rows))
-            step.tokens, step.outputs = (
-                put(given.tokens, 4 * given.tokens_count),
-                put(given.outputs, 4 * given.outputs_count),
-            )
-            step.firsts, step.lengths = (
-                put(given.firsts, 4 * given.sums_count),
-                put(given.lengths, 4 * given.sums_count),
-            )
-            groups = [_copy(given.groups[i]) for i in range(self._model.groups_count)]
+            for name in ("tokens", "sources"):
+                setattr(step, name, put(getattr(given, name), 4 * given.tokens_count))
+            for name in ("firsts", "lengths"):
+                setattr(step, name, put(getattr(given, name), 4 * given.sums_count))
+            step.outputs = put(given.outputs, 4 * given.outputs_count)
+            groups = [_copy(given.groups[i]) for i in range(opened.model.groups_count)]
             for group in groups:
                 group.table = put(group.table, 4 * most * group.width)
                 for name in ("reads", "writes", "absorbs", "keeps"):
                     setattr(group, name, put(getattr(group, name), 4 * given.rows))
             step.groups = self._at(_array(library.GroupStep, groups), library.GroupStep)
-            adapters = [self._adapter(_copy(given.adapters[i])) for i in range(given.adapters_count)]
+            adapters = [self._adapter(_copy(given.adapters[i]), opened.ops) for i in range(given.adapters_count)]
             step.adapters = self._at(_array(library.Adapter, adapters), library.Adapter)
             sizes = {
-                "logits": 4 * given.outputs_count * self._model.vocab,
+                "logits": 4 * given.outputs_count * opened.model.vocab,
                 "best": 4 * given.outputs_count,
-                "vectors": 4 * given.sums_count * self._model.hidden,
+                "vectors": 4 * given.sums_count * opened.model.hidden,
                 "op_seconds": 8 * len(library.OpKind),
             }
             for name, size in sizes.items():
@@ -199,10 +253,10 @@ class Emulated:
                 take(getattr(step, name), getattr(given, name), size)
         return failed
 
-    def _adapter(self, adapter: library.Adapter) -> library.Adapter:
-        table = [_copy(adapter.changes[i]) for i in range(len(MATRICES) * len(self._ops))]
+    def _adapter(self, adapter: library.Adapter, ops: list[library.Op]) -> library.Adapter:
+        table = [_copy(adapter.changes[i]) for i in range(len(MATRICES) * len(ops))]
         for i, change in enumerate(table):
-            matrix, item = getattr(self._ops[i // 3], MATRICES[i % 3]), 2 if change.bfloat16 else 4
+            matrix, item = getattr(ops[i // 3], MATRICES[i % 3]), 2 if change.bfloat16 else 4
             lanes, inputs = -(-change.rank // 16) * 16, -(-matrix.inputs // 32) * 32
             change.down = self.process.put(change.down, lanes * inputs * item)
             change.up = self.process.put(change.up, 16 * matrix.panels * change.rank * item)
@@ -213,7 +267,7 @@ class Emulated:
         given: library.Draws = draws_reference._obj
         put, take, draws, rows = self.process.put, self.process.take, _copy(given), given.rows
         with self.process.call():
-            size = 4 * rows * self._model.vocab
+            size = 4 * rows * self._opened[forward].model.vocab
             draws.logits, draws.tokens = put(given.logits, size), put(given.tokens, 4 * rows)
             draws.options = put(given.options, ctypes.sizeof(library.SamplingOptions) * rows)
             if given.masks:
@@ -225,7 +279,18 @@ class Emulated:
             take(draws.tokens, given.tokens, 4 * rows)
 
     def close(self, forward: int) -> None:
-        self.process.ask("e", forward)
+        opened = self._opened.pop(forward)
+        if not self.process.ended:
+            self.process.ask("e", forward)
+            self.process.free(opened.held)
+
+
+def _unit_bytes(model: library.Model, group: library.Group) -> int:
+    if not group.kv_heads:
+        return 4 * group.layers * (group.conv_tokens * group.conv_channels + group.state_floats)
+    (kept_as,) = (dtype for dtype in KVCacheDtype if dtype.number == group.kv_type)
+    slots = group.layers * group.kv_heads * -(-model.page_size // 16) * 16
+    return slots * kept_as.slot_bytes(group.head_dim, Element.BFLOAT16)
 
 
 def _copy(structure: Any) -> Any:

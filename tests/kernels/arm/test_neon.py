@@ -1,64 +1,84 @@
 """The kernels for Arm compute what those for x86 compute: whole models in an emulated process.
 
-`neon` and `neon_dot` round as `avx2` does, and `neon_bf16` as `avx512_bf16` does. They differ by the order of additions
-alone, so most tokens agree to within float32; a few have a value that goes to another quant.
+A variant differs from its twin by the order of additions alone, so most tokens agree to within float32; a few have a
+value that goes to another quant.
 """
 
 import statistics
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Kind
 
-from tenuto.exec import load
-from tenuto.kernels.native.formats import FORMATS, PanelFormat
-from tests.exec.kernels import HERE
+from tenuto.kernels.elements import KVCacheDtype
+from tenuto.kernels.native.formats import FORMATS
+from tenuto.models.checkpoint import open_checkpoint, weights_of
+from tenuto.models.native.program import NativeProgram
+from tenuto.models.store import resolve
 from tests.exec.rounding import FLIPPED, relative_error
-from tests.exec.test_native_forward import WIDE, logits_of_short_texts, native
-from tests.kernels.arm.emulator import ARM, NEON, Emulated, needs_emulator
-from tests.models.quantized_files import OF_DIRECTORIES, quantize_directory
-from tests.models.test_quantized_files import LLAMA
+from tests.exec.test_native_forward import WIDE, logits_of_short_texts
+from tests.kernels.arm.emulator import NEON, needs_emulator
+from tests.kernels.arm.twins import emulated, executor, needs_twins, twin, twin_of
+from tests.models.quantized_files import Quantization, fp8, gptq, quantize_directory, whole_bytes
+from tests.models.test_quantized_files import LLAMA, shuffled
 from tests.models.tiny import save_gguf, save_hf, tiny_llama
 
-SAME_ROUNDING = {"neon_bf16": "avx512_bf16", "neon_dot": "avx2", "neon": "avx2"}
+pytestmark = [needs_emulator, needs_twins]
 KINDS = [*FORMATS, Kind.F16, Kind.BF16, Kind.F32]
 
-emulated = cache(Emulated)
+
+def gguf(kind: Kind) -> Callable[[Path], Path]:
+    """Returns a function that writes a GGUF file into a directory, with matrices of this kind."""
+    return lambda directory: save_gguf(directory / "m.gguf", WIDE, kind)
 
 
-@needs_emulator
+def safetensors(quantization: Quantization) -> Callable[[Path], Path]:
+    """Returns a function that writes a quantized model into a directory."""
+
+    def save(directory: Path) -> Path:
+        save_hf(directory, tiny_llama(**LLAMA))
+        quantize_directory(directory, quantization)
+        return directory
+
+    return save
+
+
+FILES = {kind.name: gguf(kind) for kind in KINDS} | {
+    "INT4": safetensors(gptq(4, 128, symmetric=False)),
+    "INT4, desc_act": safetensors(gptq(4, 64, symmetric=True, order=shuffled(64))),
+    "INT8": safetensors(whole_bytes("channel", symmetric=False)),
+    "FP8": safetensors(fp8("block")),
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A model, and the logits that twins have computed for it."""
+
+    program: NativeProgram
+    found: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def expected(self, variant: str) -> torch.Tensor:
+        name = twin_of(variant)
+        if name not in self.found:
+            self.found[name] = logits_of_short_texts(executor(twin(name), self.program))
+        return self.found[name]
+
+
+@pytest.fixture(scope="module", params=[(name, kept_as) for name in FILES for kept_as in KVCacheDtype], ids="-".join)
+def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stage:
+    name, kept_as = request.param
+    path = FILES[name](tmp_path_factory.mktemp("model"))
+    checkpoint = open_checkpoint(resolve(str(path), path))
+    config = checkpoint.config
+    return Stage(NativeProgram(config, weights_of(checkpoint, config), 16, kv_cache_dtype=kept_as))
+
+
 @pytest.mark.parametrize("variant", NEON)
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_every_weight_format_gives_the_logits_of_x86(
-    kind: Kind, kv_cache_dtype: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = SAME_ROUNDING[variant]
-    if other not in HERE.variants():
-        pytest.skip(f"{other} cannot run here")
-    path = save_gguf(tmp_path / "m.gguf", WIDE, kind)
-    compare(path, variant, other, monkeypatch, kv_cache_dtype=kv_cache_dtype)
-
-
-@needs_emulator
-@pytest.mark.parametrize("variant", NEON)
-@pytest.mark.parametrize("stored", OF_DIRECTORIES, ids=lambda stored: stored.name)
-def test_formats_of_safetensors_files_give_the_logits_of_x86(
-    stored: PanelFormat, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = SAME_ROUNDING[variant]
-    if other not in HERE.variants():
-        pytest.skip(f"{other} cannot run here")
-    save_hf(tmp_path, tiny_llama(**LLAMA))
-    quantize_directory(tmp_path, OF_DIRECTORIES[stored])
-    compare(tmp_path, variant, other, monkeypatch)
-
-
-def compare(path: Path, variant: str, other: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-    theirs = logits_of_short_texts(native(path, other, **options))
-    monkeypatch.setattr(load, "loaded", emulated)
-    ours = logits_of_short_texts(native(path, variant, machine=ARM, **options))
+def test_every_weight_format_gives_the_logits_of_x86(stage: Stage, variant: str) -> None:
+    ours, theirs = logits_of_short_texts(executor(emulated(variant), stage.program)), stage.expected(variant)
     differ = [relative_error(mine, other) for mine, other in zip(ours, theirs, strict=True)]
     assert statistics.median(differ) < FLIPPED, differ
