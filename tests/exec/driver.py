@@ -18,7 +18,7 @@ def ints(values: Sequence[int]) -> np.ndarray:
 
 
 def columns(triples: Sequence[tuple[int, int, int]]) -> np.ndarray:
-    return np.array(triples, np.int32).reshape(-1, 3).T
+    return np.ascontiguousarray(np.array(triples, np.int32).reshape(-1, 3).T)
 
 
 def logits_of(executor: ModelExecutor, plan: Plan) -> torch.Tensor:

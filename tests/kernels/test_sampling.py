@@ -38,8 +38,11 @@ NOT_LOADED = cast("Library", None)  # for code that does not call it
 
 @cache
 def native(variant: str) -> Sample:
-    """Samples with two threads of the native kernels, for logits of any vocabulary."""
-    kernels = loaded(library(cache_dir(), HERE, variant, print))
+    return sampler(loaded(library(cache_dir(), HERE, variant, print)))
+
+
+def sampler(kernels: Library) -> Sample:
+    """Samples with two threads of these kernels, for logits of any vocabulary."""
 
     @cache
     def forward(vocab: int) -> int:

@@ -35,12 +35,17 @@ class Stage:
     outputs: torch.Tensor
 
 
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
+def stage_in(directory: Path) -> Stage:
+    """Writes the model into `directory`."""
     reference = Reference()
-    directory = reference.save(tmp_path_factory.mktemp("predictor"))
+    reference.save(directory)
     text = np.random.default_rng(1).integers(3, VOCABULARY, LENGTH + 2).tolist()
     return Stage(reference, directory, text, reference.outputs(text))
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Stage:
+    return stage_in(tmp_path_factory.mktemp("predictor"))
 
 
 @pytest.fixture(params=KERNELS)
@@ -62,8 +67,15 @@ def agree(executor: ModelExecutor, found: list[torch.Tensor], expected: list[tor
 def test_the_head_continues_from_what_it_has_stored_in_each_step(
     stage: Stage, executor: ModelExecutor, cuts: list[int]
 ) -> None:
-    """After each step, it guesses twice. The second guess continues from the first, whose token is given, and stores
-    keys in a slot that the next step writes again."""
+    agree(executor, *found_and_expected(stage, executor, cuts))
+
+
+def found_and_expected(
+    stage: Stage, executor: ModelExecutor, cuts: list[int]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Returns logits of the head, of an executor and of the reference, each [vocab]. After each step, it guesses twice.
+    The second guess continues from the first, whose token is given, and stores keys in a slot that the next step writes
+    again."""
     driver, text = MixedDriver(executor, rows=2), stage.text
     forward, found, expected = executor.forward, list[torch.Tensor](), list[torch.Tensor]()
     for start, end in zip([0, *cuts], [*cuts, LENGTH], strict=True):
@@ -81,7 +93,7 @@ def test_the_head_continues_from_what_it_has_stored_in_each_step(
             both = torch.cat([stage.outputs[:end], outputs[-1:]])
             expected.append(stage.reference.predicted(both, text[1 : end + 2])[1][-1])
         driver.end(work)
-    agree(executor, found, expected)
+    return found, expected
 
 
 def test_models_saved_by_transformers_have_no_head(tmp_path: Path) -> None:
