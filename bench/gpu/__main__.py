@@ -2,8 +2,9 @@
 
 It checks every kernel against PyTorch, runs small models under the memory checker, compares turns token by token
 (captured steps with steps queued one kernel at a time, and both with the reference; also with guesses, grammars and
-penalties), and measures. Weights are random and made on the device. It writes `gpu.json` and a table, `gpu.md`, into a
-folder. Parts that it comes to too late are not run; `--only` names these for another run.
+penalties), and measures. Weights are random and made on the device. After every part it writes `gpu.json` and a table,
+`gpu.md`, into a folder. A part that fails is named there, and the others go on. What does not end within `--seconds`
+is left out; `--only` names parts for another run. The exit status is 1 if a check differs, or anything failed.
 
 Limits are measured in the same run: the bandwidth of a copy on the device, and the rate of a large matrix product.
 """
@@ -11,193 +12,172 @@ Limits are measured in the same run: the bandwidth of a copy on the device, and 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from bench.gpu import checks, server, sessions, speed
-from bench.gpu.models import TimedQueue, executor
+from bench.gpu.models import HALF, TimedQueue, executor, queue
+from bench.gpu.report import Check, Report
 from bench.random_models import EIGHT, TYPES, stored
 from tenuto.exec.gpu.forward import GpuForward
+from tenuto.exec.model_executor import ModelExecutor
+
+SECONDS = 440.0
+"""Time for all parts. With the imports and `bench.gpu.report.GRACE`, a run takes less than eight minutes."""
+ROWS = 64
+"""Rows of the steps that ask for more than a token."""
+QUANTIZED = ("int4", "fp8")
+STEPS = ("decode", "prefill", "parking", "asking")
+"""Measurements that share a model of 8 billion parameters."""
 
 
-@dataclass
-class Report:
-    """The results of a run, written to `folder` after each part, so that an interrupted run leaves some. No part begins
-    after `end`, in seconds of `time.perf_counter`."""
+class Parts:
+    """The parts of a report."""
 
-    folder: Path
-    found: dict[str, Any]
-    end: float = math.inf
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._limits: dict[str, float] | None = None
+        self.all: dict[tuple[str, ...], Callable[[set[str]], None]] = {
+            ("turns",): lambda _: self._checks("turns", checks.turns),
+            ("waiting",): lambda _: report.check("waiting", checks.steps_without_waiting),
+            STEPS: self._plain_steps,
+            ("kernels",): lambda _: report.check("kernels", lambda: checks.kernels(report.folder, report.rest)),
+            ("prompts",): lambda _: self._checks("16 bits", checks.in_16_bits),
+            ("guesses",): lambda _: self._checks("guesses", checks.guesses),
+            ("sanitizer",): lambda _: report.check(
+                "sanitizer", lambda: checks.memory_checker(report.folder, report.rest)
+            ),
+            ("server",): lambda _: report.check("server", lambda: server.conversations(report.rest)),
+            ("sessions",): lambda _: self._sessions(),
+            ("quantized",): lambda _: self._quantized_steps(),
+            ("experts",): lambda _: self._measured("experts", speed.experts, "bytes", "flops"),
+            ("recurrent",): lambda _: self._measured("recurrent", speed.recurrent, "bytes"),
+            ("products",): lambda _: self._measured("products", speed.products, "bytes", "flops"),
+            # Last: once the profiler has run, captured steps are launched more slowly.
+            ("profile",): lambda _: self._profile(),
+        }
+        """What runs parts, by their names; it is given those that are wanted. Checks and the figures that matter most
+        are first."""
 
-    @property
-    def late(self) -> bool:
-        """Whether no further part begins."""
-        return time.perf_counter() >= self.end
-
-    def part(self, name: str, work: Callable[[], Any]) -> Any:
-        """Runs a part of the report. An error becomes its result, and the other parts are still run."""
-        begin = time.perf_counter()
+    def _checks(self, part: str, works: Callable[[], Mapping[str, Callable[[], Check]]]) -> None:
         try:
-            result = work() if not self.late else "not run: it came too late"
+            named = works()
         except Exception as error:  # noqa: BLE001 - an error is a finding
-            result = f"failed: {type(error).__name__}: {error}"[:2000]
-        self.found[name] = result
-        print(f"[{time.perf_counter() - begin:5.1f} s] {name}: {json.dumps(result)}", flush=True)
-        (self.folder / "gpu.json").write_text(json.dumps(self.found, indent=1))
-        return result
+            named = {"all": partial(_raised, error)}
+        for name, work in named.items():
+            self._report.check(f"{part}: {name}", work)
+
+    def _limit(self) -> dict[str, float]:
+        """Returns the device's limits, not a number if they cannot be measured."""
+        if self._limits is None:
+            found = self._report.measure("limits", speed.limits)
+            self._limits = found if found is not None else dict.fromkeys(("bytes", "flops"), math.nan)
+        return self._limits
+
+    def _plain_steps(self, wanted: set[str]) -> None:
+        timed, works = TimedQueue(queue()), dict[str, Callable[[ModelExecutor], Any]]()
+        with one_core():
+            limit = self._limit()
+            if "decode" in wanted:
+                for rows in speed.BATCHES:
+                    works[f"decode bfloat16 {rows}"] = partial(_decoding, rows, limit["bytes"], timed, None)
+            if "prefill" in wanted:
+                works["prefill bfloat16"] = partial(speed.prefilling, rate=limit["flops"])
+            if "parking" in wanted:
+                works["parking"] = speed.parking
+            if "asking" in wanted:
+                works["asking"] = lambda made: dict(speed.asking(made, ROWS))
+            self._report.measure_on(partial(_made, None, timed), works)
+
+    def _quantized_steps(self) -> None:
+        for name in QUANTIZED:
+            timed, works = TimedQueue(queue()), dict[str, Callable[[ModelExecutor], Any]]()
+            with one_core():
+                limit = self._limit()
+                for rows in (1, 16, 64):
+                    works[f"decode {name} {rows}"] = partial(_decoding, rows, limit["bytes"], timed, name)
+                works[f"prefill {name}"] = partial(speed.prefilling, rate=limit["flops"])
+                self._report.measure_on(partial(_made, name, timed), works)
+
+    def _sessions(self) -> None:
+        with one_core():
+            self._report.measure("sessions", sessions.compared)
+
+    def _measured(
+        self, part: str, measure: Callable[..., Iterator[tuple[str, dict[str, float]]]], *limits: str
+    ) -> None:
+        with one_core():
+            limit = self._limit()
+            self._report.measure_each(part, lambda: measure(*(limit[name] for name in limits)))
+
+    def _profile(self) -> None:
+        with one_core():
+            for name in (None, "int4"):
+                part = f"kernels of a decode in {name or 'bfloat16'}"
+                self._report.measure_on(partial(_made, name, queue()), {part: lambda on: speed.longest_kernels(on, 1)})
 
 
-def table(found: dict[str, Any]) -> str:
-    """Returns the measurements of a report as Markdown, as far as there are any."""
-    limit = found["limits"]
-    lines = [
-        f"{found['gpu']}, PyTorch {found['torch']}. A copy on the device moves {limit['bytes'] / 1e12:.2f} TB/s; a",
-        f"product of 8,192 x 8,192 matrices in bfloat16 makes {limit['flops'] / 1e12:.0f} TFLOP/s.",
-        "",
-        "| weights | sequences | ms a step | tokens/s | of the bandwidth | host, us a step | its launch |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    lines += _of_steps(found)
-    if isinstance(parked := found.get("parking"), dict):
-        out, back, most = (f"{parked[way]:.0f} GB/s" for way in ("out_gb_s", "back_gb_s", "limit_gb_s"))
-        lines += ["", f"Parked pages leave at {out} and come back at {back}; a pinned copy makes {most}."]
-    if isinstance(asked := found.get("asking"), dict):
-        times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in asked.items())
-        lines += ["", f"A decode step of 64 sequences, by what all ask for beside a token: {times}."]
-    if isinstance(turns := found.get("sessions"), dict):
-        for name in ("captured", "kernel by kernel"):
-            each, first = turns[name], f"first token after {turns[name]['first_token_ms']:.0f} ms"
-            speed = f"{each['tokens_s']:,.0f} tokens/s, {each['of_limit']:.2f} of prompts and decodes alone"
-            lines += ["", f"Sessions, {name}: {speed}, {first}."]
-    for part in ("products", "experts", "recurrent"):
-        if isinstance(each := found.get(part), dict):
-            columns = list(next(iter(each.values())))
-            lines += ["", f"| {part} | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}"]
-            lines += [f"| {name} | {' | '.join(f'{one[c]:.2f}' for c in columns)} |" for name, one in each.items()]
-    return "\n".join([*lines, ""])
+def _raised(error: Exception) -> Check:
+    raise error
 
 
-def _of_steps(found: dict[str, Any]) -> list[str]:
-    """Returns the lines of decodes, which end the table, and of prompts."""
-    lines = []
-    for name, one in found.items():
-        if name.startswith("decode ") and isinstance(one, dict):
-            weights, batch = name.removeprefix("decode ").rsplit(" ", 1)
-            speed, share = f"{one['ms']:.2f} | {one['tokens_s']:,.0f}", f"{one['of_bandwidth']:.2f}"
-            host = f"{one['host_us']:.0f} ({one['host_low_us']:.0f}-{one['host_high_us']:.0f}) | {one['launch_us']:.0f}"
-            lines.append(f"| {weights} | {batch} | {speed} | {share} | {host} |")
-    for name, one in found.items():
-        if name.startswith("prefill ") and isinstance(one, dict):
-            speed, rate = f"{one['tokens_s']:,.0f} tokens/s", f"{one['of_rate']:.2f} of the rate"
-            weights = name.removeprefix("prefill ")
-            lines += ["", f"A prompt of {one['tokens']:,} tokens, {weights}: {one['ms']:.0f} ms, {speed}, {rate}."]
-    return lines
+def _made(weights: str | None, own: Any, stack: ExitStack) -> ModelExecutor:
+    """Makes an executor, to be closed by `stack`, of the large model with `weights` of these types."""
+    kind = None if weights is None else TYPES[weights]
+    given = None if kind is None else stored(EIGHT, kind)
+    return stack.enter_context(executor(EIGHT, HALF, GpuForward, given, own))
 
 
-SPEED = (
-    "decode",
-    "asking",
-    "quantized",
-    "prefill",
-    "parking",
-    "sessions",
-    "products",
-    "experts",
-    "recurrent",
-    "profile",
-)
-PARTS = ("turns", "guesses", "kernels", "prompts", "waiting", "sanitizer", "server", *SPEED)
+def _decoding(rows: int, limit: float, timed: TimedQueue, weights: str | None, made: ModelExecutor) -> Any:
+    return speed.decoding(made, rows, limit, timed, None if weights is None else TYPES[weights])
 
 
-def main() -> None:
-    """Runs all parts, or those named."""
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Keeps this thread, and those that it starts, on one core during the block: it is slower if it moves."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs all parts, or those named; returns the exit status."""
+    begin = time.perf_counter()
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder for the report")
-    parser.add_argument("--only", nargs="*", default=list(PARTS), choices=PARTS, help="the parts to run")
-    parser.add_argument("--seconds", type=float, default=400, help="time after which no further part begins")
-    options = parser.parse_args()
+    parser.add_argument("--only", nargs="*", help="the parts to run")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time for all parts together")
+    options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    properties = torch.cuda.get_device_properties(0)
-    end = time.perf_counter() + options.seconds
-    report = Report(options.out, {"gpu": properties.name, "torch": torch.__version__}, end)
-    print(f"{properties.name}, PyTorch {torch.__version__}", flush=True)
-    works: dict[str, Callable[[], Any]] = {
-        "turns": checks.same_turns,
-        "guesses": checks.same_guesses,
-        "kernels": lambda: checks.kernels(options.out),
-        "prompts": checks.prompts_in_bfloat16,
-        "waiting": checks.steps_without_waiting,
-        "sanitizer": lambda: checks.memory_checker(options.out),
-        "server": server.conversations,
-    }
-    for part, work in works.items():
-        if part in options.only:
-            report.part(part, work)
-    measured(report, set(options.only))
-
-
-def measured(report: Report, parts: set[str]) -> None:
-    """Runs the measurements, of which the larger ones are of a model of 8 billion parameters."""
-    if not parts & set(SPEED) or report.late:
-        return
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # a thread that moves between cores is slower
-    limit = report.part("limits", speed.limits)
-    if wanted := parts & {"decode", "asking", "prefill", "parking"}:
-        _in_bfloat16(report, wanted, limit)
-    if "quantized" in parts:
-        for name in ("int4", "fp8"):
-            _quantized(report, name, limit)
-    works: dict[str, Callable[[], Any]] = {
-        "sessions": sessions.compared,
-        "products": lambda: speed.products(limit["bytes"], limit["flops"]),
-        "experts": lambda: speed.experts(limit["bytes"], limit["flops"]),
-        "recurrent": lambda: speed.recurrent(limit["bytes"]),
-    }
-    for part, work in works.items():
-        if part in parts:
-            report.part(part, work)
-    if "profile" in parts:  # last: once the profiler has run, captured steps are launched more slowly
-        for name, kind in {"bfloat16": None, "int4": TYPES["int4"]}.items():
-            with executor(EIGHT, torch.bfloat16, GpuForward, stored(EIGHT, kind)) as made:
-                report.part(f"kernels of decode {name} 1", partial(speed.longest_kernels, made, 1))
-    (report.folder / "gpu.md").write_text(table(report.found))
-
-
-def _in_bfloat16(report: Report, parts: set[str], limit: dict[str, float]) -> None:
-    if report.late:
-        return
-    queue = TimedQueue()
-    with executor(EIGHT, torch.bfloat16, GpuForward, queue=queue) as made:
-        if "decode" in parts:
-            for batch in speed.BATCHES:
-                report.part(f"decode bfloat16 {batch}", partial(speed.decoding, made, batch, limit["bytes"], queue))
-        if "asking" in parts:
-            report.part("asking", partial(speed.asking, made, 64))
-        if "prefill" in parts:
-            report.part("prefill bfloat16", partial(speed.prefilling, made, limit["flops"]))
-        if "parking" in parts:
-            report.part("parking", partial(speed.parking, made))
-
-
-def _quantized(report: Report, name: str, limit: dict[str, float]) -> None:
-    queue, kind = TimedQueue(), TYPES[name]
-    if report.late:
-        return
-    with executor(EIGHT, torch.bfloat16, GpuForward, stored(EIGHT, kind), queue) as made:
-        for batch in (1, 16, 64):
-            work = partial(speed.decoding, made, batch, limit["bytes"], queue, kind)
-            report.part(f"decode {name} {batch}", work)
-        report.part(f"prefill {name}", partial(speed.prefilling, made, limit["flops"]))
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    gpu = torch.cuda.get_device_properties(0).name
+    report = Report(options.out, {"gpu": gpu, **versions}, begin + options.seconds)
+    report.write()
+    parts = Parts(report).all
+    names = {name for group in parts for name in group}
+    wanted = names if options.only is None else set(options.only)
+    if unknown := wanted - names:
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(sorted(names))}")
+    with report.limited():
+        for group, run in parts.items():
+            if these := wanted & set(group):
+                run(these)
+    report.write()
+    return report.status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from bench.random_models import attention, model
-from tenuto.base.plan import PREVIOUS_SAMPLE, Ints, PageCopies, Plan, RowSampling, StateMoves, TableChanges
+from tenuto.base.plan import (
+    PREVIOUS_SAMPLE,
+    Ints,
+    PageCopies,
+    Plan,
+    RowSampling,
+    StateMoves,
+    TableChanges,
+    TokenMasks,
+    Words,
+)
 from tenuto.base.sampling import GREEDY, Sampling
 from tenuto.exec.gpu.forward import GpuForward
-from tenuto.exec.gpu.queue import CudaQueue
+from tenuto.exec.gpu.queue import CudaQueue, Queue
 from tenuto.exec.model_executor import ModelExecutor, ReadAdapter
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.gpu.fused import FUSED
@@ -24,6 +35,7 @@ from tenuto.models.weights import StoredWeight
 
 PAGE = 32
 CUDA = torch.device("cuda")
+HALF = torch.bfloat16
 NOTHING = np.zeros(0, np.int32)
 
 
@@ -48,15 +60,21 @@ class Eager(GpuForward):
         return None
 
 
-class TimedQueue(CudaQueue):
-    """Notes the seconds that each launch of captured work takes."""
+def queue() -> Queue:
+    """Returns a queue of the device."""
+    return CudaQueue(CUDA)
 
-    def __init__(self) -> None:
-        super().__init__(CUDA)
+
+class TimedQueue:
+    """See `Queue`; notes the seconds that each launch of captured work takes."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.pinned, self.mark, self._queue = queue.pinned, queue.mark, queue
         self.seconds: list[float] = []
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        again = super().capture(work)
+        """See `Queue.capture`."""
+        again = self._queue.capture(work)
 
         def timed() -> None:
             begin = time.perf_counter()
@@ -91,6 +109,8 @@ class Rows:
         asked = sampling if isinstance(sampling, RowSampling) else RowSampling(sampling)
         self._sampling: tuple[tuple[int, RowSampling], ...] = tuple((i, asked) for i in range(rows))
         self._steps = 0
+        self.allowed: Words | None = None
+        """The tokens that every row may sample, uint32 [1, words], if not all."""
 
     def plan(self, tokens: Ints) -> Plan:
         """Returns the next step; `tokens` is int32 [rows, tokens of each]. Every row samples once."""
@@ -115,6 +135,9 @@ class Rows:
             states=(moves,) * self._states,
             sampling=sampling,
             adapters=self._adapters,
+            masks=tuple(TokenMasks(row, _known(self.allowed)) for row in range(rows))
+            if self.allowed is not None
+            else (),
         )
         self._steps += 1
         self.at += count
@@ -157,20 +180,27 @@ class Rows:
         return found + [self.executor.collect().tokens for _ in range(min(overlap, steps))]
 
 
+def _known(allowed: Words) -> Future[Words | None]:
+    found: Future[Words | None] = Future()
+    found.set_result(allowed)
+    return found
+
+
 @contextmanager
 def executor(
     config: ModelConfig,
     dtype: torch.dtype,
     kind: Callable[..., TorchForward],
     weights: Iterable[tuple[str, StoredWeight]] | None = None,
-    queue: CudaQueue | None = None,
+    own: Queue | None = None,
 ) -> Iterator[ModelExecutor]:
-    """Yields an executor with `weights`, or else with random ones, always the same."""
+    """Yields an executor with `weights`, or else with random ones, always the same. Its queue is its `own`, or a new
+    one."""
     torch.manual_seed(0)
     fused = None if kind is TorchForward else FUSED
     with torch.inference_mode():
         decoder = Decoder(config, weights, CUDA, dtype, fused)
-    forward = kind(decoder, PAGE) if kind is TorchForward else kind(decoder, PAGE, queue or CudaQueue(CUDA))
+    forward = kind(decoder, PAGE) if kind is TorchForward else kind(decoder, PAGE, own or queue())
     made = ModelExecutor(forward)
     try:
         yield made

@@ -8,12 +8,14 @@ import random
 import re
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from bench.gpu.report import Check, Verdict
 from bench.restart import VOCABULARY, make_model
 from bench.server import server
 
@@ -21,15 +23,25 @@ SESSIONS, TURNS, INPUT, OUTPUT = 16, 4, 70, 48
 CONTEXT = 2048
 MEMORY = "6MiB"
 """For the state of sessions: about a fifth of what all of them have in the end, so that idle ones leave the device."""
+SECONDS, REQUEST_SECONDS = 110.0, 20.0
+"""The most time for both servers, and for a request."""
 COUNTED = ("steps", "moved_units", "guessed_tokens", "aborts", "preemptions", "failed_steps")
 
 
-def conversations(*arguments: str) -> dict[str, Any]:
-    """Runs the conversations on a server with our kernels, and on one with PyTorch's; returns what each counted, and
-    the sessions whose tokens differ. `arguments`: of both servers, by default those for a GPU."""
+def conversations(seconds: float, *arguments: str) -> Check:
+    """Runs the conversations on a server with our kernels, and on one with PyTorch's, in at most `seconds`; the detail
+    is what each counted, and the sessions whose tokens differ. `arguments`: of both servers, by default those for a
+    GPU."""
+    end = time.perf_counter() + min(seconds - REQUEST_SECONDS, SECONDS)
+    try:
+        return _compared(end, arguments or ("--device", "cuda"))
+    except (TimeoutError, httpx.TimeoutException) as error:
+        return Check(Verdict.LEFT_OUT, f"not done in time: {type(error).__name__} {error}")
+
+
+def _compared(end: float, arguments: Sequence[str]) -> Check:
     found: dict[str, Any] = {}
     tokens: dict[str, dict[str, object]] = {}
-    given = arguments or ("--device", "cuda")
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         make_model(model)
@@ -37,27 +49,31 @@ def conversations(*arguments: str) -> dict[str, Any]:
             more = ("--kernels", kernels, "--dtype", "float32", "--memory", MEMORY, "--host-tier", "1GiB")
             began = time.perf_counter()
             with (
-                server(str(model), CONTEXT, *given, *more, "--overlap", "1", "--speculate", "suffix") as processes,
-                httpx.Client(base_url=processes.url, timeout=300) as http,
+                server(str(model), CONTEXT, *arguments, *more, "--overlap", "1", "--speculate", "suffix") as processes,
+                httpx.Client(base_url=processes.url, timeout=REQUEST_SECONDS) as http,
             ):
                 started = time.perf_counter() - began
                 with ThreadPoolExecutor(SESSIONS) as clients:
-                    tokens[kernels] = dict(clients.map(lambda i, at=http: _conversation(at, i), range(SESSIONS)))
+                    tokens[kernels] = dict(clients.map(lambda i, at=http: _conversation(at, i, end), range(SESSIONS)))
                 metrics, audit = http.get("/metrics").text, http.get("/audit").json()["summary"]
             counted: dict[str, Any] = {name: _total(metrics, name) for name in COUNTED}
             counted |= {"start_s": started, "seconds": time.perf_counter() - began - started, "audit": audit}
             found[kernels] = counted
     differing = [name for name, each in tokens["auto"].items() if tokens["torch"][name] != each]
-    found["sessions"] = len(tokens["auto"])
-    found["differing"] = differing or "none"
-    return found
+    shown = "; ".join(f"{name}: {each}" for name, each in found.items())
+    if differing:
+        return Check(Verdict.DIFFERS, f"sessions {', '.join(differing)} of {SESSIONS}; {shown}")
+    return Check(Verdict.SAME, f"tokens of {SESSIONS} sessions; {shown}")
 
 
-def _conversation(http: httpx.Client, number: int) -> tuple[str, object]:
-    """Runs a session, which ends with all that can happen to one; returns its name and its turns as exported."""
+def _conversation(http: httpx.Client, number: int, end: float) -> tuple[str, object]:
+    """Runs a session, which ends with all that can happen to one; returns its name and its turns as exported. Raises
+    `TimeoutError` at `end`."""
     draw, name = random.Random(number), f"s{number}"
     http.post("/v1/sessions", json={"id": name}).raise_for_status()
     for turn in range(TURNS):
+        if time.perf_counter() >= end:
+            raise TimeoutError(f"{name} has taken {turn} of {TURNS} turns")
         _turn(http, name, draw, turn)
         if turn == 0:
             _turn(http, name, draw, turn, keep=9)

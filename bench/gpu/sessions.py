@@ -10,9 +10,8 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import torch
 
-from bench.gpu.models import PAGE, Eager, Rows, executor
+from bench.gpu.models import HALF, PAGE, Eager, Rows, executor
 from bench.random_models import EIGHT
 from tenuto.base.clock import SystemClock
 from tenuto.base.config import EngineConfig, engine_config
@@ -42,6 +41,9 @@ class Load:
         return engine_config({"context_length": self.context + 1, "prefix_cache": False}, defaults=made.defaults)
 
 
+LOAD = Load()
+
+
 @dataclass(frozen=True, slots=True)
 class Taken:
     """A measured round: the seconds of all turns, those to the first token of each, and sampled tokens by session."""
@@ -55,9 +57,9 @@ def compared() -> dict[str, Any]:
     """Measures sessions of a model of 8 billion parameters with captured steps and with steps queued kernel by kernel.
     `tokens_s`: sampled tokens; `of_limit`: their share of what the device would sample if it computed the same prompts
     and decodes apart, in steps of one kind."""
-    load, found = Load(), dict[str, Any]()
+    load, found = LOAD, dict[str, Any]()
     for name, kind in {"captured": GpuForward, "kernel by kernel": Eager}.items():
-        with executor(EIGHT, torch.bfloat16, kind) as made:
+        with executor(EIGHT, HALF, kind) as made:
             limit = alone(made, load) if kind is GpuForward else found["alone_tokens_s"]
             found["alone_tokens_s"] = limit
             taken = take_turns(made, load)
