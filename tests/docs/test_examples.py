@@ -27,7 +27,7 @@ FRAMEWORKS["ray"] = "make test-ray"
 """Packages that examples use and that may be missing, and what runs these examples."""
 CHECKED = ("toml", "text", "yaml")
 """Languages of blocks that are output, drawings or files, and are not run."""
-MARKED = 13
+MARKED = 14
 """The most blocks that may be marked as not run."""
 
 
