@@ -92,9 +92,9 @@ room for all of it. All run the same GGUF (SmolLM2-135M-Instruct, Q4_1), except 
 weights in bfloat16.
 
 **Guesses.** A small model that answers greedily, and past the end, soon repeats itself, so many of its tokens can be
-guessed. Tenuto guesses by default while that pays, and its rows have these guesses but for the one that says so. No
-other peer guesses by default. Rows with *its guesses* have what each can guess without a second model: n-grams of
-llama.cpp and ik_llama.cpp, prompt lookup of OpenVINO GenAI. Compare rows of one kind.
+guessed. Tenuto guesses by default while that pays, so its rows have guesses, except the row *no guesses*. No other peer
+guesses by default. Rows with *its guesses* have those that a peer makes without a second model: from n-grams (llama.cpp
+and ik_llama.cpp), or by prompt lookup (OpenVINO GenAI). Compare rows of one kind.
 
 **The rules.** Before each measurement a peer takes a few turns that do not count. Peers take turns within a round,
 and each round another one goes first (rounds in this run: {{rounds}}). A peer is measured alone: the others have ended,
