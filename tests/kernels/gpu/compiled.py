@@ -20,6 +20,7 @@ class Compiled:
     copy to shared memory asynchronously."""
 
     launch: str
+    module: str
     kernel: str
     registers: int
     stack: int

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
+from types import FunctionType
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -43,7 +44,7 @@ def main(capability: int) -> None:
 
     def run(self, *args, grid, warmup, **kwargs):
         kernel = launched(self, *args, grid=grid, warmup=True, **kwargs)
-        found.append(_measured(name, self.__name__, kernel, capability))
+        found.append(_measured(name, self.fn, kernel, capability))
 
     driver.set_active(Absent(capability))
     launched, JITFunction.run = JITFunction.run, run
@@ -53,7 +54,7 @@ def main(capability: int) -> None:
     print(json.dumps([asdict(each) for each in found]))
 
 
-def _measured(launch: str, name: str, kernel, capability: int) -> Compiled:
+def _measured(launch: str, function: FunctionType, kernel, capability: int) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -67,7 +68,8 @@ def _measured(launch: str, name: str, kernel, capability: int) -> Compiled:
     text = kernel.asm["ptx"]
     return Compiled(
         launch,
-        name,
+        function.__module__,
+        function.__name__,
         int(used["REG"]),
         int(used["STACK"]) + int(used["LOCAL"]),
         kernel.metadata.shared,

@@ -68,6 +68,9 @@ def append(
     cos, sin = rotation or (None, None)
     q_weight, k_weight = norms or (None, None)
     padded, group_pad = next_power_of_2(head_dim), next_power_of_2(group)
+    warps = group_pad * padded // 512
+    if norms is not None and q.element_size() == 2:
+        warps *= 4  # with fewer, registers would spill on some devices
     append_kernels.append[(tokens, kv_heads)](
         q,
         k,
@@ -95,7 +98,7 @@ def append(
         DIM_PAD=padded,
         PAIRS=0 if cos is None else cos.shape[1],
         PAGE=pages.shape[3],
-        num_warps=min(max(group_pad * padded // 512, 1), 4),
+        num_warps=min(max(warps, 1), 4),
     )
     return out
 
@@ -245,7 +248,8 @@ def prefill_constants(head_dim: int, element_size: int, shared: int) -> tuple[in
     rows = 128 if 3 * 128 * padded * element_size <= shared else 64
     if head_dim == 128 and rows == 128 and shared >= 224 * 1024:
         return rows, 128, 2, 8  # 393 TFLOP/s for 8,192 tokens on an H200, and 348 with what follows
-    block = min(max(8192 // padded, 32), 128)
+    most = 128 if shared >= 224 * 1024 else 64  # with more, registers would spill before compute capability 9.0
+    block = min(max(8192 // padded, 32), most)
     # Half of the stages load page numbers, the others keys and values.
     fitting = (shared - rows * padded * element_size) // (2 * block * padded * element_size)
     return rows, block, min(max(2 * fitting - 1, 1), 5), 8
