@@ -16,6 +16,7 @@ from tenuto.base.plan import (
     PageCopies,
     Plan,
     RowSampling,
+    StepResult,
     TableChanges,
     TokenMasks,
     Words,
@@ -23,20 +24,19 @@ from tenuto.base.plan import (
 from tenuto.base.sampling import GREEDY, Sampling
 from tenuto.exec.gpu import buckets
 from tenuto.exec.gpu.forward import GpuForward
-from tenuto.exec.gpu.ring import CHANGES, StepNumbers
+from tenuto.exec.gpu.ring import CHANGES
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.row_options import RowOptions
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.kernels.gpu.adapters import SLOTS
 from tenuto.kernels.gpu.fused import FUSED
 from tenuto.kernels.quantized import Numbers, Quantized
-from tenuto.kernels.sampling import OPTIONS
 from tenuto.models.config import Experts, GatedDelta, ModelConfig
 from tenuto.models.decoder import Decoder
 from tenuto.models.weights import StoredWeight
 from tests.exec.driver import Driver, Work
 from tests.exec.gpu.conftest import DEVICE
-from tests.exec.gpu.queue import HostQueue, Nothing, watched
+from tests.exec.gpu.queue import HostQueue, Nothing, host_left_alone, watched
 from tests.exec.gpu.steps import KNOWN, P, carried_out
 
 MODELS = {
@@ -119,15 +119,38 @@ def test_captured_steps_with_prompts_sample_what_plain_pytorch_samples(
 
 
 def test_the_host_queues_a_captured_step_without_another_operation() -> None:
-    forward = GpuForward(decoder(MODELS["full attention"], fused=True), 32, HostQueue())
+    queue = HostQueue()
+    forward = GpuForward(decoder(MODELS["full attention"], fused=True), 32, queue)
     executor = ModelExecutor(forward)
-    driver = Driver(executor, 40, 4)
-    for step in STEPS[:3]:
-        plan = driver.plan([(row, [max(t, 0) for t in tokens], samples) for row, tokens, samples in step])
-        numbers = StepNumbers(plan, plan.tokens, np.zeros(4, OPTIONS))
-        with Nothing():
-            wait = forward._ring.start(lambda: None, numbers)
-            assert len(wait().tokens) == plan.samples.sum()
+    driver, options, known = Driver(executor, 40, 4), RowOptions(4, forward.edits(4)), Future[Words | None]()
+    prompts = driver.plan([(0, prompt(0, 9), 1), (1, prompt(1, 4), 1)])
+    decodes = driver.plan([(0, [5], 1), (1, [6], 1)])
+    few = driver.plan([(0, [5, 6], 1), (1, [7], 1)])
+    guesses = replace(few, samples=few.counts)
+    known.set_result(np.ones((2, 4), np.uint32))
+    masked = replace(guesses, masks=(TokenMasks(0, known),))
+    penalised = RowSampling(replace(DRAWN, repetition_penalty=1.3, logit_bias=((5, 1.5),)), *np.ones((2, 1), np.int32))
+    for asked, parts, plans in (
+        (RowSampling(GREEDY), 1, [decodes, prompts, guesses]),
+        (RowSampling(GREEDY, top=2), 2, [decodes]),
+        (penalised, 2, [decodes, masked]),
+    ):
+        options.start(1, asked)
+        for plan in plans:
+
+            def queued(plan: Plan = plan) -> StepResult:
+                wait = forward.decode(plan, lambda: plan.tokens, options)
+                assert wait is not None, "it is captured"
+                return wait()
+
+            queue.idle = True  # captured now, and not run
+            queued()
+            runs = queue.runs
+            with host_left_alone(), Nothing():
+                result = queued()
+            assert queue.runs == runs + parts
+            assert len(result.tokens) == plan.samples.sum()
+            assert (result.sampled is not None) == (asked.top is not None)
     executor.close()
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from tests.exec.gpu.conftest import DEVICE
 from tests.exec.gpu.queue import HostQueue
 
-FIXED = torch.arange(4.0)
+FIXED, COUNTS = torch.arange(4.0), torch.arange(4)
 
 
 def test_work_that_a_graph_can_repeat_is_repeated() -> None:
@@ -39,6 +39,21 @@ def test_work_that_a_graph_can_repeat_is_repeated() -> None:
         lambda: FIXED[FIXED > 1],
         lambda: torch.nonzero(FIXED),
         lambda: FIXED.masked_select(FIXED > 1),
+        lambda: FIXED.masked_scatter(FIXED > 1, FIXED * 2),
+        lambda: (FIXED * 2).index_put_((FIXED > 1,), FIXED.sum()),
+        lambda: (FIXED * 2).__setitem__(FIXED > 1, 0.0),
+        lambda: FIXED.repeat_interleave(COUNTS),
+        lambda: torch.bincount(COUNTS),
+        lambda: torch.where(FIXED > 1),
+        lambda: torch.argwhere(FIXED),
+        lambda: torch.allclose(FIXED, FIXED),
+        lambda: torch.equal(FIXED, FIXED),
+        lambda: bool(FIXED.sum()),
+        lambda: (FIXED * 2).tolist()[0],
+        lambda: (FIXED * 2).numpy()[0],
+        lambda: np.asarray(FIXED * 2),
+        lambda: (FIXED * 2).cpu()[0],
+        lambda: torch.cuda.synchronize(0),
     ],
 )
 def test_work_that_waits_for_the_device_is_refused(work: Callable[[], object]) -> None:
@@ -48,7 +63,16 @@ def test_work_that_waits_for_the_device_is_refused(work: Callable[[], object]) -
 
 @pytest.mark.parametrize(
     "work",
-    [lambda: FIXED + torch.from_numpy(np.ones(4, np.float32)), lambda: FIXED + torch.tensor([1.0, 2.0, 3.0, 4.0])],
+    [
+        lambda: FIXED + torch.from_numpy(np.ones(4, np.float32)),
+        lambda: FIXED + torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        lambda: FIXED + torch.frombuffer(bytearray(16), dtype=torch.float32),
+        lambda: FIXED + torch.as_tensor(np.ones(4, np.float32)),
+        lambda: (FIXED * 2).copy_(FIXED),
+        lambda: (FIXED * 2).to("cpu"),
+        lambda: FIXED.to(DEVICE, torch.float64),
+        lambda: FIXED.to(device=DEVICE),
+    ],
 )
 def test_work_that_copies_from_the_host_s_memory_is_refused(work: Callable[[], object]) -> None:
     with pytest.raises(AssertionError, match="the host's memory"):
