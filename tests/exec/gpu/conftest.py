@@ -1,5 +1,5 @@
 """As for the kernels' tests."""
 
-from tests.kernels.gpu.conftest import DEVICE
+from tests.kernels.gpu.conftest import DEVICE, TYPES, bound_of
 
-__all__ = ["DEVICE"]
+__all__ = ["DEVICE", "TYPES", "bound_of"]

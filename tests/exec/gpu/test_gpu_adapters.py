@@ -20,7 +20,7 @@ from tenuto.models.adapter import Adapter, projections
 from tenuto.models.block import AdaptedTokens
 from tenuto.models.decoder import Decoder
 from tests.exec.driver import Work
-from tests.exec.gpu.conftest import DEVICE
+from tests.exec.gpu.conftest import DEVICE, TYPES, bound_of
 from tests.exec.gpu.queue import HostQueue
 from tests.exec.gpu.steps import KNOWN, P, carried_out
 
@@ -51,7 +51,7 @@ def changes(adapter: Adapter) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     slots=st.lists(st.sampled_from([0, 1, 1, 2, adapters.SLOTS - 1]), min_size=1, max_size=40),
     ranks=st.tuples(*[st.sampled_from([1, 7, 16, 40, 130])] * 3),
     names=st.sampled_from(PRODUCTS),
-    dtype=st.sampled_from([torch.float16, torch.float32]),
+    dtype=st.sampled_from(TYPES),
 )
 def test_projections_are_changed_by_each_token_s_adapter(slots, ranks, names, dtype) -> None:
     table, sizes = AdapterTable(WIDE, DEVICE), projections(WIDE)
@@ -70,7 +70,7 @@ def test_projections_are_changed_by_each_token_s_adapter(slots, ranks, names, dt
         tokens = torch.tensor([i for i, one in enumerate(slots) if one == slot], dtype=torch.int64, device=DEVICE)
         AdaptedTokens(tokens, each).change(expected, x, parts)
     table.step(torch.tensor(slots, device=DEVICE)).change(found, x, parts)
-    bound = 2e-3 if dtype == torch.float16 else 1e-5
+    bound = bound_of(dtype, 2e-3, 1e-5)
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound * max(ranks) ** 0.5 * 20)
 
 

@@ -8,19 +8,16 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from tenuto.kernels.gpu import attention
-from tests.kernels.gpu.conftest import DEVICE
+from tests.kernels.gpu.conftest import TYPES
 from tests.kernels.gpu.rows import Rows, close, ints, on_device
 
-DTYPES = [torch.float16, torch.float32]
-if DEVICE.type == "cuda":
-    DTYPES.append(torch.bfloat16)  # the interpreter multiplies it wrongly
 HEAD_DIMS = [64, 80, 96, 128, 256]
 GROUPS = [(1, 1), (4, 1), (2, 3), (1, 8), (1, 16)]
 shapes = st.fixed_dictionaries(
     {
         "page_size": st.sampled_from([1, 16, 32]),
         "head_dim": st.sampled_from(HEAD_DIMS),
-        "dtype": st.sampled_from(DTYPES),
+        "dtype": st.sampled_from(TYPES),
         "seed": st.integers(0, 99),
     }
 )

@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from tenuto.kernels.gpu.linear import linear
-from tests.kernels.gpu.conftest import DEVICE
-
-TYPES = [torch.float16, torch.float32]
+from tests.kernels.gpu.conftest import DEVICE, TYPES, bound_of
 
 
 @settings(max_examples=12, deadline=None)
@@ -28,7 +26,7 @@ def test_rows_are_multiplied_by_matrices_of_any_shape(rows, inputs, outputs, bia
     found = linear(x.to(DEVICE), weight.to(DEVICE), None if bias is None else bias.to(DEVICE)).cpu()
     expected = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert found.dtype == dtype
-    bound = 2e-3 if dtype == torch.float16 else 1e-5
+    bound = bound_of(dtype, 2e-3, 1e-5)
     scale = max(inputs, 1) ** 0.5
     torch.testing.assert_close(found.double(), expected, rtol=bound, atol=bound * scale)
 

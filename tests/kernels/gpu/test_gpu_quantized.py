@@ -15,10 +15,8 @@ from tenuto.kernels.native.grouped import Grouped
 from tenuto.kernels.quantized import Numbers
 from tenuto.models.quantized_places import QuantizedPlace, type_of
 from tenuto.models.weights import StoredWeight
-from tests.kernels.gpu.conftest import DEVICE
+from tests.kernels.gpu.conftest import DEVICE, TYPES, bound_of
 from tests.kernels.gpu.matrices import quantized
-
-TYPES = [torch.float16, torch.float32]
 
 
 @example(
@@ -49,7 +47,7 @@ def test_rows_are_multiplied_by_quantized_matrices_of_any_shape(
     wanted = x.double() @ expected.T
     wanted = wanted if bias is None else wanted + bias.double()
     # kernels have integers as floats from 2**11 on, so weights as exact as 2**-12 of a step between their numbers
-    bound = 2e-3 if dtype == torch.float16 else 1e-4
+    bound = bound_of(dtype, 2e-3, 1e-4)
     scale = float(expected.square().mean().sqrt()) * inputs**0.5
     torch.testing.assert_close(found.double(), wanted, rtol=bound, atol=bound * scale * 2)
 

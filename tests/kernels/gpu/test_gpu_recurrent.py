@@ -11,9 +11,8 @@ from torch.nn import functional
 from tenuto.kernels import gated_delta, mamba, mamba2
 from tenuto.kernels.gpu.recurrent import convolve_step, gated_delta_step, mamba2_step, mamba_step
 from tenuto.kernels.recurrent import Slots, convolve
-from tests.kernels.gpu.conftest import DEVICE
+from tests.kernels.gpu.conftest import DEVICE, TYPES, bound_of
 
-TYPES = [torch.float16, torch.float32]
 SLOTS = 9
 rows = st.lists(st.integers(-1, SLOTS - 1), min_size=1, max_size=5)
 """The slot that each row reads."""
@@ -50,7 +49,7 @@ class RandomSlots:
         states = before[self.reads.clamp(min=0).long()].float()
         states[self.reads < 0] = 0
         outputs, after = expected(states)
-        bound = 3e-3 if torch.float16 in {self.state.dtype, found.dtype} else 2e-5
+        bound = max(bound_of(each, 3e-3, 2e-5) for each in (self.state.dtype, found.dtype))
         torch.testing.assert_close(found[:-1].float(), outputs[:-1].float(), rtol=bound, atol=bound)
         assert not found[-1].any(), "padding is zero"
         wanted = before.clone()

@@ -7,13 +7,11 @@ from torch.nn import functional
 from tenuto.kernels.gpu.activations import gated
 from tenuto.kernels.gpu.norms import add_rms_norm, gated_norm, rms_norm
 from tenuto.models.block import GATES, UNGATED, Norm, Room, activate
-from tests.kernels.gpu.conftest import DEVICE
-
-TYPES = [torch.float16, torch.float32]
+from tests.kernels.gpu.conftest import DEVICE, TYPES, bound_of
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    bound = 2e-3 if found.dtype == torch.float16 else 1e-5
+    bound = bound_of(found.dtype, 2e-3, 1e-5)
     torch.testing.assert_close(found.cpu(), expected, rtol=bound, atol=bound)
 
 
