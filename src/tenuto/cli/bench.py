@@ -64,7 +64,7 @@ class Workload:
 @dataclass(slots=True)
 class Timed:
     """One turn: its `number` in its session, the length `new` of its input, the seconds `first` and `gaps` (see
-    `timing`), the server's counts or the error, and when it `began`, in seconds since any moment."""
+    `timing`), the server's counts or the error, and when it `began`, in seconds of the clock that timed it."""
 
     number: int
     new: int
