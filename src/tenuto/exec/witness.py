@@ -343,10 +343,18 @@ class WitnessExecutor:
         self._update_tables(plan)
         self._copy_pages(plan)
         self._sampler.set_options(plan.sampling)
-        starts, counts = plan.starts.astype(np.int64), plan.counts.astype(np.int64)
         rows, tokens = plan.rows.astype(np.int64), plan.tokens.astype(np.int64)
         by_reference = tokens == PREVIOUS_SAMPLE
-        tokens[by_reference] = self._sampler.last[np.repeat(rows, counts)[by_reference]]
+        tokens[by_reference] = self._sampler.last[np.repeat(rows, plan.counts)[by_reference]]
+        hashes = self._extend(plan, tokens, begins)
+        scored = self._sampler.score(plan.scores, hashes) if plan.scores is not None else None
+        vectors = sums_of(plan.vectors, hashes) if plan.vectors is not None else None
+        stops = plan.counts.cumsum(dtype=np.int64)
+        return StepResult(*self._sampler.sample(plan, rows, stops, hashes), scored, vectors)
+
+    def _extend(self, plan: Plan, tokens: Longs, begins: Hashes) -> Hashes:
+        """Extends the rows' histories by `tokens`, int64 [tokens], and stores these. Returns the hash after each."""
+        rows, starts, counts = (each.astype(np.int64) for each in (plan.rows, plan.starts, plan.counts))
         before = self._read(plan, rows, starts, begins)
         states = before.copy()
         hashes = np.zeros(len(tokens), np.uint64)
@@ -356,9 +364,7 @@ class WitnessExecutor:
             states[live] = advance_all(states[live], tokens[offsets[live] + step], self._weights)
             hashes[offsets[live] + step] = states[live]
         self._write(plan, rows, starts, counts, tokens, hashes, before)
-        scored = self._sampler.score(plan.scores, hashes) if plan.scores is not None else None
-        vectors = sums_of(plan.vectors, hashes) if plan.vectors is not None else None
-        return StepResult(*self._sampler.sample(plan, rows, offsets + counts, hashes), scored, vectors)
+        return hashes
 
     def _update_tables(self, plan: Plan) -> None:
         for i, change in enumerate(plan.tables):

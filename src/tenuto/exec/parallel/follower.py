@@ -10,8 +10,7 @@ import sys
 
 from tenuto.base.errors import ConfigError, ModelError
 from tenuto.exec.parallel.followers import Refused, Start
-from tenuto.exec.parallel.ranks import GroupRanks, part_forward
-from tenuto.models.checkpoint import open_checkpoint
+from tenuto.exec.parallel.ranks import GroupRanks
 from tenuto.models.shards import shard_adapter
 
 ANSWERED = ("prepare", "read_units")
@@ -29,9 +28,9 @@ def main() -> None:
         answers.flush()
 
     start: Start = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
-    ranks = GroupRanks(start.rank, start.size, start.meeting, start.part.device)
+    ranks = GroupRanks(start.rank, start.size, start.meeting, start.device)
     try:
-        forward = part_forward(start.part, open_checkpoint(start.part.files), ranks, start.threads)
+        forward = start.build(ranks)
     except (ModelError, ConfigError, OSError) as error:
         answer(Refused(str(error)))
         return

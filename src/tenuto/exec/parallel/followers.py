@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from subprocess import TimeoutExpired
 from typing import Any
 
 from tenuto.base.child import ENDED_SECONDS, Child
-from tenuto.exec.torch_load import Part
+from tenuto.exec.forward import Forward
+from tenuto.exec.parallel.ranks import GroupRanks
+
+Build = Callable[[GroupRanks], Forward]
+"""Builds a rank's forward pass, which calls the methods of its `GroupRanks` only once these are connected. Raises
+`ModelError` or `ConfigError`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A follower's first message. `meeting`: see `GroupRanks`."""
+    """A follower's first message: how it builds its forward pass, and the arguments of its `GroupRanks`."""
 
-    part: Part
+    build: Build
     rank: int
     size: int
     meeting: str
-    threads: int
+    device: str
 
 
 @dataclass(frozen=True, slots=True)

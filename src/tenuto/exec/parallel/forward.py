@@ -8,20 +8,22 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from tenuto.base.errors import ConfigError, ExecutorLost
+from tenuto.base.groups import MemorySpec
 from tenuto.base.plan import Bytes, Ints, Plan, StepResult
 from tenuto.exec.device import is_cpu, usable_cores
+from tenuto.exec.forward import Forward
 from tenuto.exec.logits import Outputs
-from tenuto.exec.parallel.followers import Followers, Refused, Start
+from tenuto.exec.parallel.followers import Build, Followers, Refused, Start
 from tenuto.exec.parallel.ranks import GroupRanks, part_forward
 from tenuto.exec.row_edits import Edits, HostEdits
 from tenuto.exec.row_options import RowOptions
-from tenuto.exec.torch_forward import TorchForward
 from tenuto.exec.torch_load import Part
 from tenuto.models.adapter import Adapter
 from tenuto.models.checkpoint import ModelCheckpoint
@@ -31,17 +33,27 @@ from tenuto.models.shards import shard_adapter, shard_config
 
 
 def parallel_forward(whole: Part, size: int, checkpoint: ModelCheckpoint) -> ParallelForward:
-    """Starts the other ranks and builds the forward pass. Raises `ConfigError` or `ModelError`."""
+    """Divides a model among `size` processes, and starts the others. Raises `ConfigError` or `ModelError`."""
     config, threads = shard_config(whole.config, size), max(1, usable_cores() // size)
-    folder = Path(tempfile.mkdtemp(prefix="tenuto-ranks-"))
-    meeting = str(folder / "meeting")
     parts = [replace(whole, config=config, device=_device(whole.device, rank)) for rank in range(size)]
-    starts = [Start(part, rank, size, meeting, threads) for rank, part in enumerate(parts)]
+    opened = [checkpoint, *[None] * (size - 1)]  # each process opens the files
+    builds = [partial(part_forward, part, threads, own) for part, own in zip(parts, opened, strict=True)]
+    spec = memory_spec(layer_groups(whole.config, whole.element), whole.page_size)
+    return started(builds, [part.device for part in parts], whole.config, spec)
+
+
+def started(builds: Sequence[Build], devices: Sequence[str], config: ModelConfig, spec: MemorySpec) -> ParallelForward:
+    """Starts the other ranks, and builds the forward pass of all: `builds[i]` is that of rank i, on `devices[i]`. The
+    model as a whole has this `config` and `spec`. Raises `ConfigError` or `ModelError`."""
+    size, folder = len(builds), Path(tempfile.mkdtemp(prefix="tenuto-ranks-"))
+    meeting = str(folder / "meeting")
+    each = zip(builds, range(size), devices, strict=True)
+    starts = [Start(build, rank, size, meeting, device) for build, rank, device in each]
     try:
         followers = Followers(starts[1:])
         try:
-            ranks = GroupRanks(0, size, meeting, parts[0].device)
-            own = part_forward(parts[0], checkpoint, ranks, threads)
+            ranks = GroupRanks(0, size, meeting, devices[0])
+            own = builds[0](ranks)
             _raise_refused(followers.answers())
             followers.tell("connect")
             ranks.connect()
@@ -53,7 +65,7 @@ def parallel_forward(whole: Part, size: int, checkpoint: ModelCheckpoint) -> Par
             raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return ParallelForward(own, whole, size, followers)
+    return ParallelForward(own, config, spec, size, followers)
 
 
 def _device(device: str, rank: int) -> str:
@@ -75,9 +87,8 @@ class ParallelForward:
     order. An error during an operation leaves them out of step, so it ends them and raises `ExecutorLost`.
     """
 
-    def __init__(self, own: TorchForward, whole: Part, size: int, followers: Followers) -> None:
-        self.config: ModelConfig = whole.config
-        self.spec = memory_spec(layer_groups(whole.config, whole.element), whole.page_size)
+    def __init__(self, own: Forward, config: ModelConfig, spec: MemorySpec, size: int, followers: Followers) -> None:
+        self.config, self.spec = config, spec
         self.layout = f"{own.layout}, {size} parts"
         self.batch_invariant = False
         self.defaults = own.defaults

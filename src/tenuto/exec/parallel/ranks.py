@@ -11,7 +11,7 @@ from torch import distributed
 from tenuto.exec.device import is_cpu
 from tenuto.exec.torch_forward import TorchForward
 from tenuto.exec.torch_load import Part, torch_forward
-from tenuto.models.checkpoint import ModelCheckpoint, weights_of
+from tenuto.models.checkpoint import ModelCheckpoint, open_checkpoint, weights_of
 from tenuto.models.shards import shard_weights
 
 WAIT = timedelta(seconds=300)
@@ -56,10 +56,10 @@ class GroupRanks:
         return torch.cat(parts, dim=1)
 
 
-def part_forward(part: Part, checkpoint: ModelCheckpoint, ranks: GroupRanks, threads: int) -> TorchForward:
+def part_forward(part: Part, threads: int, checkpoint: ModelCheckpoint | None, ranks: GroupRanks) -> TorchForward:
     """Builds the forward pass of this rank's part; `part.config` is that of one rank. On a CPU it computes with
-    `threads` threads. Raises `ModelError`."""
+    `threads` threads. `checkpoint`: that of the model, by default opened here. Raises `ModelError`."""
     if is_cpu(part.device):
         torch.set_num_threads(threads)
-    weights = shard_weights(weights_of(checkpoint, part.config), ranks.rank, ranks.size)
-    return torch_forward(part, weights, ranks)
+    opened = checkpoint or open_checkpoint(part.files)
+    return torch_forward(part, shard_weights(weights_of(opened, part.config), ranks.rank, ranks.size), ranks)
