@@ -57,7 +57,7 @@ class Steps:
         executor.prepare((rows * pages,), rows)
         table = np.arange(rows * pages, dtype=np.int32)
         self._table = TableChanges(table // pages, table % pages, table)
-        self._filled = np.zeros(rows, np.int32)  # pages of each row
+        self._filled = np.zeros(rows, np.int32)  # leading pages of each row whose tokens have been computed
         self._sampling = tuple((row, RowSampling(GREEDY)) for row in range(rows))
         self._tokens = np.random.default_rng(0).integers(0, vocab, 10_000).astype(np.int32)
 
@@ -67,7 +67,6 @@ class Steps:
         pages = -(-context // PAGE)
         for start in range(int(self._filled[0]) * PAGE, pages * PAGE, CHUNK):
             self.run(1, start, min(CHUNK, pages * PAGE - start))
-        self._filled[0] = max(self._filled[0], pages)
         for row in range(1, rows):
             for page in range(int(self._filled[row]), pages):
                 state = self.executor.read_units(0, np.array([page], np.int32))
@@ -97,6 +96,8 @@ class Steps:
             adapters=adapters,
         )
         self._table, self._sampling = TableChanges(NO_INTS, NO_INTS, NO_INTS), ()
+        reached = (start + count) // PAGE
+        self._filled[:rows][(start <= self._filled[:rows] * PAGE) & (self._filled[:rows] < reached)] = reached
         began = time.perf_counter()
         self.executor.submit(plan)
         self.executor.collect()

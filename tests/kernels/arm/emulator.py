@@ -14,7 +14,7 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -41,14 +41,15 @@ needs_emulator = pytest.mark.skipif(
 class Process:
     """An emulated process that calls the library at `path`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *options: str) -> None:
+        """`options` are more of the emulator's."""
         digest = hashlib.sha256(CALLS.read_bytes()).hexdigest()[:20]
         program = path.parent / f"calls-{digest}"
         if not program.exists():
             made = program.with_suffix(f".{os.getpid()}")
             subprocess.run([str(COMPILER), "-O2", "-pthread", "-o", str(made), str(CALLS), "-ldl"], check=True)
             made.replace(program)
-        command = [str(EMULATOR), "-L", SYSTEM, str(program), str(path)]
+        command = [str(EMULATOR), *options, "-L", SYSTEM, str(program), str(path)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -107,7 +108,8 @@ class Process:
         return self._to.closed
 
     def end(self) -> None:
-        self._to.close()
+        with suppress(BrokenPipeError):  # the process may have ended by itself
+            self._to.close()
         self._of.close()
         self._process.wait()
 
@@ -132,9 +134,10 @@ class Emulated:
     """Does what `library.Library` does, except that it keeps no threads on cores. Units that `memory` returns are
     copies, valid until the next call, which takes over what was written to them."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, process: Process | None = None) -> None:
+        """`process` is one that calls the library at `path`; by default a new one."""
         self.variant = path.stem.partition("-")[0]
-        self.process = Process(path)
+        self.process = process or Process(path)
         self._opened: dict[int, _Opened] = {}
         atexit.register(self.process.end)
 
