@@ -7,9 +7,6 @@
 #include "memory.h"
 #include "upcoming.h"
 
-// Number of bytes that weights are prefetched ahead, into the L2 cache, across panels: a panel's scales and the next
-// panel follow without a gap.
-constexpr int PREFETCH_DISTANCE = 24576;
 // The number of rows from which products take longer than reading their weights, so that two panels at once are faster
 // than one, where the CPU takes two, and time is left to fetch what is upcoming.
 constexpr int ROWS_FOR_TWO_PANELS = 12;
@@ -44,16 +41,17 @@ static __attribute__((noinline)) void quantized_rows(const Panel *panels, const 
   const int blocks = x.blocks;
   int64_t at = (int64_t)tile * blocks * LANES + from;
   f32x16 acc[PANELS][ROWS] = {};
-  int64_t ahead = PREFETCH_DISTANCE;
+  int64_t ahead = 0;
+  const bool fetches = !Format::UNPACKED || panels[0].ahead;
   Upcoming also; // in registers
   if (PANELS > 1)
     also = *upcoming;
   for (int b = 0; b < blocks; b++, at += LANES) {
     const int64_t ones[] = {x.scale_index(tile * LANES + from, b), x.scale_index(tile * LANES + 8, b)}; // of eight rows
-    for (int i = 0; Format::PREFETCHED && i < Format::BLOCK_BYTES + 64; i += 64, ahead += 64)
+    for (int i = 0; fetches && i < Format::AHEAD_BYTES; i += 64, ahead += 64)
 #pragma GCC unroll 2
       for (int p = 0; p < PANELS; p++)
-        __builtin_prefetch(panels[p].data + ahead, 0, 2);
+        __builtin_prefetch(panels[p].ahead + ahead, 0, 2);
     if (PANELS > 1)
       also.fetch_some();
 #pragma GCC unroll 2
@@ -102,18 +100,14 @@ static __attribute__((noinline)) void quantized_rows(const Panel *panels, const 
     *upcoming = also;
 }
 
-// Unpacks a quantized panel to `out`, so that products with many rows need not do it for every few of them, nor
-// prefetch the same weights again.
+// Unpacks a quantized panel to `out`, so that products with many rows need not do it for every few of them.
 template <class Format> static Panel unpack(const Panel &panel, uint8_t *out) {
   typedef Unpacked<Format> To;
   const Behind behind = panel.behind<Format>();
   const Panel to(panel, out);
   float *const scales = (float *)(out + (int64_t)to.blocks * To::BLOCK_BYTES);
-  int64_t ahead = PREFETCH_DISTANCE;
   for (int b = 0; b < to.blocks; b++) {
     const uint8_t *block = panel.block<Format>(b);
-    for (int i = 0; i < Format::BLOCK_BYTES + 64; i += 64, ahead += 64)
-      __builtin_prefetch(panel.data + ahead, 0, 2);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++, out += 64)
       store(out, Format::quads(block, j));
@@ -231,7 +225,7 @@ INLINE void multiply_rows(const Panel &panel, const Input &x, int tile, int from
 // that would be left for two or three smaller kernels are rounded up to one where that is faster, so rows up to the
 // next multiple of 4 may be written.
 template <class Format>
-static void multiply_panel(const Panel &panel, const Input &x, ProductState &state, int first, int last, float *out) {
+static void multiply_panel(Panel panel, const Input &x, ProductState &state, int first, int last, float *out) {
   for (int row = first; row < last;) {
     int left = std::min(last - row, LANES - row % LANES), tile = row / LANES, from = row % LANES;
     float *to = out + (int64_t)(row - first) * LANES;
@@ -245,6 +239,8 @@ static void multiply_panel(const Panel &panel, const Input &x, ProductState &sta
       multiply_rows<Format, 2>(panel, x, tile, from, to), row += 2;
     else
       multiply_rows<Format, 1>(panel, x, tile, from, to), row += 1;
+    if constexpr (Format::UNPACKED)
+      panel.ahead = nullptr; // its first rows have prefetched
   }
   if constexpr (Format::QUANTIZED && !ALWAYS_15_BITS)
     add_fine<Format>(panel, state.outliers.begin(first), state.outliers.end(first), first, out);

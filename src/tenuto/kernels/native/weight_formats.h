@@ -7,6 +7,10 @@
 constexpr int LANES = 16; // outputs of a panel, and rows of a tile of inputs
 constexpr int BLOCK = 32; // inputs that share a scale
 
+// Number of bytes that weights are prefetched ahead, into the L2 cache, across panels: a panel's scales and the next
+// panel follow without a gap.
+constexpr int PREFETCH_DISTANCE = 24576;
+
 // Formats are named after the type of ggml whose weights they hold without loss, and INT4, INT8 and FP8 after what
 // safetensors files hold. Other types of files are converted to them. The values are those of `PanelFormat` in
 // `formats.py`.
@@ -51,14 +55,15 @@ struct Behind {
   int groups() const { return ((blocks - 1) >> group) + 1; }
 };
 
-// A panel of a matrix.
+// A panel of a matrix. While it is multiplied, what is at `ahead` is prefetched.
 struct Panel {
-  const uint8_t *data;
+  const uint8_t *data, *ahead;
   int blocks, group;
   Panel(const Matrix &w, int number)
-      : data(w.data + (int64_t)number * w.stride), blocks((w.inputs + BLOCK - 1) / BLOCK), group(w.group) {}
+      : data(w.data + (int64_t)number * w.stride), ahead(data + PREFETCH_DISTANCE),
+        blocks((w.inputs + BLOCK - 1) / BLOCK), group(w.group) {}
   // Panel `of`, with other blocks, each with its own scales.
-  Panel(const Panel &of, const uint8_t *data) : data(data), blocks(of.blocks), group(0) {}
+  Panel(const Panel &of, const uint8_t *data) : data(data), ahead(of.ahead), blocks(of.blocks), group(0) {}
   template <class Format> const uint8_t *block(int b) const { return data + (int64_t)b * Format::BLOCK_BYTES; }
   template <class Format> Behind behind() const { return {block<Format>(blocks), blocks, group}; }
 };
@@ -145,8 +150,9 @@ INLINE u32x16 single_bits(const uint8_t *block, int j) { return load<u32x16>(blo
 // bytes. Where the layout has no minima, the minimum is -2^(BITS - 1) scale.
 template <int bits, int vectors, class Scaling> struct Quantized {
   static constexpr bool QUANTIZED = true, SCALED = true, MINIMA = Scaling::MINIMA;
-  static constexpr bool PREFETCHED = true; // whether products prefetch the blocks that follow
+  static constexpr bool UNPACKED = false;
   static constexpr int BITS = bits, PARTS = Scaling::PARTS, BLOCK_BYTES = vectors * 64;
+  static constexpr int AHEAD_BYTES = BLOCK_BYTES + 64; // prefetched with a block: as many as it has, and its scales
   typedef Scaling Layout;
 };
 
@@ -209,12 +215,13 @@ struct MXFP4 : Quantized<5, 4, Exponents> {
 
 // A panel of `Format` whose quants are bytes and whose scales are float32; see `unpack` in `matmul_simd.h`.
 template <class Format> struct Unpacked : Quantized<Format::BITS, 8, Floats<Format::PARTS, true>> {
-  static constexpr bool PREFETCHED = false;
+  static constexpr bool UNPACKED = true;
+  static constexpr int AHEAD_BYTES = Format::AHEAD_BYTES;
   INLINE u32x16 quads(const uint8_t *block, int j) { return load<u32x16>(block + 64 * j); }
 };
 
 template <int block_bytes, bool scaled = false> struct Unquantized {
-  static constexpr bool QUANTIZED = false, SCALED = scaled;
+  static constexpr bool QUANTIZED = false, SCALED = scaled, UNPACKED = false;
   static constexpr int BLOCK_BYTES = block_bytes;
 };
 
