@@ -15,6 +15,13 @@ template <int MOST, class Use> INLINE void with_count(int count, Use use) {
   use(std::integral_constant<int, MOST>());
 }
 
+// Prefetches a block's keys and values.
+INLINE void prefetch_block(const Cache &cache, const char *keys, const char *values) {
+  const int64_t bytes = cache.block_bytes() / 2;
+  for (int64_t i = 0; i < bytes; i += 64)
+    __builtin_prefetch(keys + i, 0, 2), __builtin_prefetch(values + i, 0, 2);
+}
+
 // Computes attention of query rows to a span, a chunk at a time, so that it stays in the first cache while all rows use
 // it: by MOST rows while there are as many, and then by up to `FEW_ROWS`. `attend_rows(row, count, from, to, ahead)`
 // attends to blocks, with a constant count. `ahead`, unless it is null, is the chunk to prefetch meanwhile.
@@ -26,6 +33,9 @@ INLINE void attend_by_chunks(const Span &span, const QueryRows &rows, const Span
     Chunk ahead;
     if (then) {
       ahead = then->blocks.chunk(then == &span ? end : then->from, then->to);
+      const Cache &cache = then->blocks.cache;
+      for (int i = end - start; i < ahead.count; i++) // those before are prefetched while this chunk is multiplied
+        prefetch_block(cache, ahead.at[i], ahead.values(i));
       std::fill(ahead.at + ahead.count, ahead.at + CHUNK, ahead.at[ahead.count - 1]);
     }
     for (int r = 0, now; r < rows.count; r += now) {
