@@ -63,7 +63,8 @@ class Steps:
 
     def fill(self, rows: int, context: int) -> None:
         """Gives `rows` rows the state of at least `context` tokens: the first row computes it, the others get copies.
-        Reading memory that was never written would be too fast: the system maps all of it to one page of zeros."""
+        Reading memory that was never written would be too fast: the system maps all of it to one page of zeros. And
+        writing it for the first time would be too slow."""
         pages = -(-context // PAGE)
         for start in range(int(self._filled[0]) * PAGE, pages * PAGE, CHUNK):
             self.run(1, start, min(CHUNK, pages * PAGE - start))
@@ -215,7 +216,7 @@ class Figures:
     def turns(self, contexts: Sequence[int], tokens: int) -> tuple[Turn, ...]:
         """Measures the first steps of turns: `tokens` after each of `contexts`. Contexts alternate, so that a slow
         period of the machine affects all of them."""
-        self._steps.fill(1, max(contexts))
+        self._steps.fill(1, max(contexts) + tokens)
         shares(self._steps.executor.forward)  # count only the steps that follow
         rounds = [[self._steps.run(1, context, tokens) for context in contexts] for _ in range(self._times + 1)]
         each = zip(contexts, zip(*rounds[1:], strict=True), strict=True)  # the first round is a warm-up
@@ -230,7 +231,7 @@ class Figures:
         return read_seconds(size) * kept / size + product_seconds(products)
 
     def _step(self, rows: int, start: int, count: int) -> Spread:
-        self._steps.fill(rows, start)
+        self._steps.fill(rows, start + count)
         shares(self._steps.executor.forward)  # count only the steps that follow
         return repeated(lambda: self._steps.run(rows, start, count), self._times)
 
