@@ -10,6 +10,11 @@
 #include "vectors_avx2.h"
 #endif
 
+#if !TENUTO_NEON
+// Returns the higher four bits of each byte.
+INLINE u32x16 high_nibbles(u32x16 v) { return v >> 4 & 0x0F0F0F0Fu; }
+#endif
+
 #if !TENUTO_AVX512
 // Stores the low word of each lane as word `index` of the lane's pair at `to`, or the low byte as byte `index` of its
 // four. The other words and bytes are not written: another thread may be writing them.

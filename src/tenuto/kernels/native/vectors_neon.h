@@ -52,12 +52,27 @@ struct u16x16 {
   u16x8 low, high;
 };
 
-template <class V> INLINE V load(const void *p) {
-  V v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-template <class V> INLINE void store(void *p, V v) { memcpy(p, &v, sizeof v); }
+// g++ copies a structure through the stack, so its parts are loaded and stored one by one.
+template <class V> struct Memory4 {
+  INLINE V load(const char *p) {
+    V v;
+    memcpy(&v, p, sizeof v);
+    return v;
+  }
+  INLINE void store(char *p, V v) { memcpy(p, &v, sizeof v); }
+};
+template <class V> struct Memory4<Four<V>> {
+  INLINE Four<V> load(const char *p) {
+    typedef Memory4<V> Part;
+    return {Part::load(p), Part::load(p + 16), Part::load(p + 32), Part::load(p + 48)};
+  }
+  INLINE void store(char *p, Four<V> v) {
+    typedef Memory4<V> Part;
+    Part::store(p, v.a), Part::store(p + 16, v.b), Part::store(p + 32, v.c), Part::store(p + 48, v.d);
+  }
+};
+template <class V> INLINE V load(const void *p) { return Memory4<V>::load((const char *)p); }
+template <class V> INLINE void store(void *p, V v) { Memory4<V>::store((char *)p, v); }
 
 // Applies `use` to each quarter.
 template <class To, class V, class Use> INLINE Four<To> each(Four<V> v, Use use) {
@@ -106,6 +121,10 @@ INLINE u32x16 load_bytes(const void *p) { // 16 bytes
 INLINE u32x16 looked_up(const uint8_t (&table)[16], u32x16 v) {
   const uint8x16_t bytes = load<uint8x16_t>(table);
   return each<u32x4>(v, [&](u32x4 q) { return vqtbl1q_u8(bytes, (uint8x16_t)q); });
+}
+// As in `simd.h`.
+INLINE u32x16 high_nibbles(u32x16 v) {
+  return each<u32x4>(v, [](u32x4 q) { return vshrq_n_u8((uint8x16_t)q, 4); });
 }
 INLINE float sum16(f32x16 v) { return vaddvq_f32((float32x4_t)((v.a + v.b) + (v.c + v.d))); }
 INLINE float highest16(f32x16 v) {

@@ -137,7 +137,7 @@ struct Exponents {
 // j + i] in the high half. Returns quants 4 j to 4 j + 3 of each output, in bytes.
 INLINE u32x16 nibbles(const uint8_t *block, int j) {
   const u32x16 both = load<u32x16>(block + 64 * (j % 4));
-  return (j < 4 ? both : both >> 4) & 0x0F0F0F0Fu;
+  return j < 4 ? both & 0x0F0F0F0Fu : high_nibbles(both);
 }
 // Two bits of each weight: 2 vectors; those of weight 16 h + 4 j + i are bits 2 j and 2 j + 1 of byte i of vector h.
 INLINE u32x16 crumbs(const uint8_t *block, int j) {
