@@ -4,18 +4,20 @@ PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= smollm2
 SEEDS ?= 200
+TRITON ?= 3.6.0
 WORKERS ?= $(shell expr $$(nproc) + 1)
 
 BIN := $(VENV)/bin
 KERNELS := $(wildcard src/tenuto/kernels/native/*.h src/tenuto/kernels/native/*.cpp bench/*.cpp)
 STAMP := $(VENV)/.installed
 RAY := $(VENV)-ray
+OTHER_TRITON := $(VENV)-triton-$(TRITON)
 
 # The tests start hundreds of processes, which should not each compile everything again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-ray test-unprivileged coverage check docs bench bench-peers sim clean
+.PHONY: demo test test-ray test-triton test-unprivileged coverage check docs bench bench-peers sim clean
 
 demo: $(STAMP)
 	$(BIN)/tenuto pull
@@ -32,6 +34,10 @@ test: check
 # On Ray, in an environment of its own on top of the other: it is large, and nothing else needs it.
 test-ray: $(RAY)/.installed
 	$(RAY)/bin/python -m pytest -q tests/ray --durations 5
+
+# The kernels for GPUs compiled by another version of Triton, also in an environment of its own.
+test-triton: $(OTHER_TRITON)/.installed
+	$(OTHER_TRITON)/bin/python -m pytest -q tests/kernels/gpu/test_compiled.py
 
 # What depends on who runs it and where files may be: as a user without a name, and without a home directory.
 test-unprivileged: $(STAMP)
@@ -68,7 +74,7 @@ sim: $(STAMP)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
 clean:
-	rm -rf $(VENV) $(RAY) build dist site .cache .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(RAY) $(VENV)-triton-* build dist site .cache .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests bench examples -name __pycache__ -prune -exec rm -rf {} +
 
 # Made anew, not updated: a dependency that is no longer declared must not linger.
@@ -81,9 +87,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # what pip does with one core; files for later Pythons fail
 	@touch $@
 
-$(RAY)/.installed: $(STAMP)
-	$(BIN)/python -m venv --clear $(RAY)
+# An environment at $(1) that has its own packages before those of $(VENV).
+define on_top
+	$(BIN)/python -m venv --clear $(1)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
-		> "$$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tenuto.pth"
+		> "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tenuto.pth"
+endef
+
+$(RAY)/.installed: $(STAMP)
+	$(call on_top,$(RAY))
 	PIP_CONSTRAINT=constraints.txt $(RAY)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[ray]'
+	@touch $@
+
+$(OTHER_TRITON)/.installed: $(STAMP)
+	$(call on_top,$(OTHER_TRITON))
+	$(OTHER_TRITON)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check triton==$(TRITON)
 	@touch $@

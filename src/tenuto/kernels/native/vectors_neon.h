@@ -52,27 +52,29 @@ struct u16x16 {
   u16x8 low, high;
 };
 
-// g++ copies a structure through the stack, so its parts are loaded and stored one by one.
-template <class V> struct Memory4 {
-  INLINE V load(const char *p) {
+// g++ would copy vectors through the stack, so their quarters are loaded and stored one by one.
+template <class V> struct Transfer {
+  static V load(const void *p) {
     V v;
     memcpy(&v, p, sizeof v);
     return v;
   }
-  INLINE void store(char *p, V v) { memcpy(p, &v, sizeof v); }
+  static void store(void *p, V v) { memcpy(p, &v, sizeof v); }
 };
-template <class V> struct Memory4<Four<V>> {
-  INLINE Four<V> load(const char *p) {
-    typedef Memory4<V> Part;
-    return {Part::load(p), Part::load(p + 16), Part::load(p + 32), Part::load(p + 48)};
+template <class V> struct Transfer<Four<V>> {
+  typedef Transfer<V> Quarter;
+
+  static Four<V> load(const void *p) {
+    const char *at = (const char *)p;
+    return {Quarter::load(at), Quarter::load(at + 16), Quarter::load(at + 32), Quarter::load(at + 48)};
   }
-  INLINE void store(char *p, Four<V> v) {
-    typedef Memory4<V> Part;
-    Part::store(p, v.a), Part::store(p + 16, v.b), Part::store(p + 32, v.c), Part::store(p + 48, v.d);
+  static void store(void *p, Four<V> v) {
+    char *at = (char *)p;
+    Quarter::store(at, v.a), Quarter::store(at + 16, v.b), Quarter::store(at + 32, v.c), Quarter::store(at + 48, v.d);
   }
 };
-template <class V> INLINE V load(const void *p) { return Memory4<V>::load((const char *)p); }
-template <class V> INLINE void store(void *p, V v) { Memory4<V>::store((char *)p, v); }
+template <class V> INLINE V load(const void *p) { return Transfer<V>::load(p); }
+template <class V> INLINE void store(void *p, V v) { Transfer<V>::store(p, v); }
 
 // Applies `use` to each quarter.
 template <class To, class V, class Use> INLINE Four<To> each(Four<V> v, Use use) {
