@@ -196,9 +196,11 @@ class Figures:
         forward = executor.forward
         self.description = forward.description
         self.token_bytes = executor.spec.groups[0].bytes_per_unit // PAGE
-        self.weight_bytes = forward.weight_bytes if isinstance(forward, NativeForward) else 0
-        layers = [layer.mixer for layer in forward.config.layers if isinstance(layer.mixer, Attention)]
-        self.multiplications = sum(outputs * inputs for outputs, inputs in projections(forward.config).values())
+        config = forward.config
+        apart = 0 if config.tied else 2 * config.vocab * config.hidden  # an embedding of which steps read few rows
+        self.weight_bytes = forward.weight_bytes - apart if isinstance(forward, NativeForward) else 0
+        layers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, Attention)]
+        self.multiplications = sum(outputs * inputs for outputs, inputs in projections(config).values())
         self._per_pair = sum(2 * layer.heads * layer.head_dim for layer in layers)  # multiplications per pair of tokens
         self._steps = Steps(executor, rows=32, context=3200)
         self._times = times
