@@ -1,6 +1,6 @@
 // A plugin of QEMU's that counts the instructions which an emulated process executes, in the first 8 bytes of the file
-// that its argument `counter` names. What it calls is declared here as in QEMU's documentation, "QEMU TCG Plugins",
-// since its header is seldom installed.
+// that its argument `counter` names. QEMU's functions are declared here, as its documentation, "QEMU TCG Plugins", has
+// them, since their header is seldom installed.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>

@@ -4,7 +4,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "target.h"
+#include "transfer.h"
 
 typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(32)));
 typedef int8_t i8x16 __attribute__((vector_size(16)));
@@ -48,20 +48,10 @@ typedef Twice<f32x8> f32x16;
 typedef Twice<i32x8> i32x16;
 typedef Twice<u32x8> u32x16;
 
-template <class V> struct Transfer {
-  static V load(const void *p) {
-    V v;
-    memcpy(&v, p, sizeof v);
-    return v;
-  }
-  static void store(void *p, V v) { memcpy(p, &v, sizeof v); }
-};
 template <class V> struct Transfer<Twice<V>> {
   static Twice<V> load(const void *p) { return {Transfer<V>::load(p), Transfer<V>::load((const char *)p + 32)}; }
   static void store(void *p, Twice<V> v) { Transfer<V>::store(p, v.low), Transfer<V>::store((char *)p + 32, v.high); }
 };
-template <class V> INLINE V load(const void *p) { return Transfer<V>::load(p); }
-template <class V> INLINE void store(void *p, V v) { Transfer<V>::store(p, v); }
 
 template <class To, class V> INLINE To as(Twice<V> v) { // reinterprets the bits
   return {(decltype(To::low))v.low, (decltype(To::high))v.high};

@@ -3,7 +3,7 @@
 
 #include <climits>
 
-#include "target.h"
+#include "transfer.h"
 
 typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(32)));
 typedef int8_t i8x16 __attribute__((vector_size(16)));
@@ -11,13 +11,6 @@ typedef int8_t i8x16 __attribute__((vector_size(16)));
 typedef float f32x16 __attribute__((vector_size(64), aligned(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64), aligned(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(64)));
-
-template <class V> INLINE V load(const void *p) {
-  V v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-template <class V> INLINE void store(void *p, V v) { memcpy(p, &v, sizeof v); }
 
 template <class To, class From> INLINE To as(From v) { return (To)v; } // reinterprets the bits
 template <class Mask, class V> INLINE V select(Mask mask, V yes, V no) { return mask ? yes : no; }

@@ -4,7 +4,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "target.h"
+#include "transfer.h"
 
 typedef int8_t i8x16 __attribute__((vector_size(16)));
 
@@ -52,15 +52,6 @@ struct u16x16 {
   u16x8 low, high;
 };
 
-// g++ would copy vectors through the stack, so their quarters are loaded and stored one by one.
-template <class V> struct Transfer {
-  static V load(const void *p) {
-    V v;
-    memcpy(&v, p, sizeof v);
-    return v;
-  }
-  static void store(void *p, V v) { memcpy(p, &v, sizeof v); }
-};
 template <class V> struct Transfer<Four<V>> {
   typedef Transfer<V> Quarter;
 
@@ -73,8 +64,6 @@ template <class V> struct Transfer<Four<V>> {
     Quarter::store(at, v.a), Quarter::store(at + 16, v.b), Quarter::store(at + 32, v.c), Quarter::store(at + 48, v.d);
   }
 };
-template <class V> INLINE V load(const void *p) { return Transfer<V>::load(p); }
-template <class V> INLINE void store(void *p, V v) { Transfer<V>::store(p, v); }
 
 // Applies `use` to each quarter.
 template <class To, class V, class Use> INLINE Four<To> each(Four<V> v, Use use) {
