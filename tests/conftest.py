@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 
 from tenuto.base.config import cache_dir
 from tenuto.models.store import pull_default
+from tests.deadlines import allow_any_time
 from tests.serve.server import Server, serving
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels for GPUs are interpreted; Triton reads it when it is first imported
 
-settings.register_profile("tenuto", deadline=None)  # no test asserts on time
-settings.load_profile("tenuto")
-
+allow_any_time()
 
 HERE = Path(__file__).parent
 

@@ -17,9 +17,9 @@ from tenuto.engine.engine import Engine
 from tenuto.engine.thread.loop import EngineLoop
 from tenuto.memory.tiers.contents import NamedUnit
 from tenuto.memory.tiers.disk import UnitFile
-from tenuto.memory.tiers.unit_files import SUFFIX, UnitFiles
+from tenuto.memory.tiers.unit_files import UnitFiles
 from tests.engine.stage import FULL, PAGE, VOCABULARY, Recorder, Stage, continuation, count_from
-from tests.tiered import parking_in
+from tests.tiered import parking_in, unit_files_in
 
 
 class Gate(UnitFiles):
@@ -122,7 +122,7 @@ def test_an_ending_engine_waits_for_its_copies(gate: Gate) -> None:
 def test_a_damaged_file_is_noticed_by_the_thread_that_reads_it(gate: Gate, tmp_path: Path) -> None:
     engine = threaded(gate)
     history = list(engine.registry.get("s").history)
-    for path in tmp_path.glob(f"*{SUFFIX}"):
+    for path in unit_files_in(engine, tmp_path):
         content = bytearray(path.read_bytes())
         content[-5] ^= 1
         path.write_bytes(content)

@@ -17,7 +17,7 @@ from tenuto.memory.tiers.unit_files import SUFFIX, UnitFiles
 from tests.engine.stage import FULL, PAGE, STATE, Stage, continuation, count_from, every_mix, every_overlap
 from tests.eventually import files_become
 from tests.present import present
-from tests.tiered import parking_in
+from tests.tiered import parking_in, unit_files_in
 
 HOST = 10**6
 
@@ -128,7 +128,7 @@ def test_memory_beyond_the_hosts_goes_to_files(mix, part: float, disk: UnitFiles
 def test_damaged_files_cost_only_time(mix, harm: str, disk: UnitFiles, tmp_path: Path) -> None:
     stage = make(mix, units=units_of(mix), host_tier=0, disk=disk)
     names = crowd(stage)
-    for path in (tmp_path / "tier").glob(f"*{SUFFIX}"):
+    for path in unit_files_in(stage.engine, tmp_path / "tier"):
         if harm == "damaged":
             changed = bytearray(path.read_bytes())
             changed[-5] ^= 1

@@ -20,7 +20,7 @@ from tests.engine.stage import FULL, STATE, Stage, count_from, every_mix, every_
 from tests.engine.test_snapshots import begin, begin_again, goes_on, outcomes
 from tests.eventually import files_become
 from tests.present import present
-from tests.tiered import parking_in
+from tests.tiered import parking_in, unit_files_in
 
 RATE = 10**9
 
@@ -329,7 +329,7 @@ def test_a_saved_session_in_host_memory_comes_back_without_its_files(mix, tmp_pa
     steps(stage)
     tiers = parking_in(stage.engine).tiers
     assert tiers.copies.host_used > 0
-    for path in tmp_path.glob(f"*{SUFFIX}"):
+    for path in unit_files_in(stage.engine, tmp_path):
         path.unlink()
     assert goes_on(stage, "a", 1) == 59
     assert not tiers.failures

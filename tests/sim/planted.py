@@ -21,6 +21,7 @@ from time import process_time, time
 
 import pytest
 
+from tests.deadlines import allow_any_time
 from tests.sim.mutants import Mutant
 from tests.sim.run import (
     ADAPTED,
@@ -59,6 +60,8 @@ MAX_MEMORY = 3 << 30
 UNDER_PYTEST = {
     f"tests/exec/test_{name}.py" for name in ("kv_cache_dtype", "model_executor", "native_forward", "state_slots")
 } | {"tests/session/test_fleet_journals.py"}
+
+allow_any_time()  # before modules with stories are imported
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 _FAULTS: list[object] = []
@@ -100,7 +103,7 @@ def look_for_all(jobs: Iterable[Job]) -> Iterator[Outcome]:
     """
     jobs = list(jobs)
     stories = {module_of(job.known) for job in jobs if isinstance(job.known, str) and not needs_pytest(job.known)}
-    FORKSERVER.set_forkserver_preload(["tests.sim.everything", *sorted(stories)])
+    FORKSERVER.set_forkserver_preload([__name__, "tests.sim.everything", *sorted(stories)])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield from pool.map(_look, jobs)
 
@@ -109,6 +112,12 @@ def needs_pytest(catcher: Catcher | None) -> bool:
     """Returns whether the catcher is a test of executors, whose fixtures take seconds to make models and longer to
     compile, or one that starts PostgreSQL, which only pytest ends."""
     return isinstance(catcher, str) and catcher.partition("::")[0] in UNDER_PYTEST
+
+
+def _place_of(error: Exception) -> str:
+    """Returns the file and the line that raised an error."""
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{raised.filename}:{raised.lineno}"
 
 
 def _run_pytest(job: Job) -> Outcome:
@@ -161,7 +170,7 @@ def _plant_and_look(job: Job) -> Outcome:
         try:
             tell(job.known)
         except Exception as error:  # noqa: BLE001 - however a test fails
-            return Outcome(job.known, f"{type(error).__name__} in a story", process_time() - began)
+            return Outcome(job.known, f"{type(error).__name__} at {_place_of(error)}", process_time() - began)
         return Outcome(None, "survived its story", process_time() - began)
     steps, first = 0, () if job.known is None else (job.known,)
     earlier = (0, PREFIXED, GRAMMARS, OVERTAKING, ADAPTED, LIMITED, DRAFTED, ERASING, REPLACING, EXPECTING)
