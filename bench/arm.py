@@ -58,7 +58,7 @@ class Widest:
 
 
 WIDEST = {
-    "neon_bf16": Widest(32, 16, 4),  # SMMLA, BFMMLA, FMLA
+    "neon_bf16": Widest(32, 16, 4),  # USMMLA, BFMMLA, FMLA
     "neon_dot": Widest(16, 4, 4),  # SDOT, FMLA
     "neon": Widest(8, 4, 4),  # SMLAL, FMLA
 }

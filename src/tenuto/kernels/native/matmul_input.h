@@ -33,7 +33,9 @@ constexpr float OUTLIER_RATIO = 23.0f;
 constexpr float FINE_STEP = 1.0f / 128.0f; // of a quant
 
 // Input rows in tiles of 16 rows and blocks of 32 columns. `type` says which arrays are used.
-//   INT8: `quants` and `fine`, int8 [rows / 16][blocks][16][32]. For each block of a row, [rows / 8][blocks][8]: float
+//   INT8: `quants` and `fine`, int8 [rows / 16][blocks][16][32]; with i8mm the quants of two rows take turns, eight at
+//   a
+//         time, so `quants` is [rows / 16][blocks][8][4][2][8]. For each block of a row, [rows / 8][blocks][8]: float
 //         `scales` of `quants`, the sums of the values that the quants stand for, of all 32 (`sums`) and of the first
 //         half (`first_half_sums`), and `has_fine`, whether the block has 15 bits. Thus two threads with eight rows
 //         each write to no common cache line.
@@ -51,6 +53,10 @@ struct Input {
   int64_t index(int row, int block) const { return ((int64_t)(row / LANES) * blocks + block) * LANES + row % LANES; }
   // Does the same for `scales`, `sums`, `first_half_sums` and `has_fine`.
   int64_t scale_index(int row, int block) const { return ((int64_t)(row / 8) * blocks + block) * 8 + row % 8; }
+
+  // Return where `quants` has a block of the row with index `at`, and from there on its columns 4 j to 4 j + 3.
+  static int64_t quants_of(int64_t at) { return TENUTO_I8MM ? (at & ~1) * BLOCK + (at & 1) * 8 : at * BLOCK; }
+  static constexpr int quad(int j) { return TENUTO_I8MM ? j / 2 * 16 + j % 2 * 4 : 4 * j; }
 
   // Sets columns 32 * block to 32 * block + 31 of a row. Quants are x / scale, rounded to the nearest; the highest |x|
   // becomes 127, or 127 * 128 with 15 bits.
@@ -77,8 +83,7 @@ struct Input {
       store(fine + at * BLOCK, to_bytes(qa - (coarse_a << 7)));
       store(fine + at * BLOCK + 16, to_bytes(qb - (coarse_b << 7)));
     }
-    store(quants + at * BLOCK, to_bytes(coarse_a));
-    store(quants + at * BLOCK + 16, to_bytes(coarse_b));
+    set_quants(at, to_bytes(coarse_a), to_bytes(coarse_b));
     const int64_t one = scale_index(row, block);
     has_fine[one] = fifteen_bits;
     scales[one] = fifteen_bits ? scale / FINE_STEP : scale;
@@ -93,7 +98,7 @@ struct Input {
       const int64_t one = scale_index(row, block);
       const float scale = scales[one], fine_scale = has_fine[one] ? scale * FINE_STEP : 0.0f;
       for (int k = 0; k < BLOCK; k++)
-        to[k] = quants[at * BLOCK + k] * scale + fine[at * BLOCK + k] * fine_scale;
+        to[k] = quants[quants_of(at) + quad(k / 4) + k % 4] * scale + fine[at * BLOCK + k] * fine_scale;
       return;
     }
     for (int k = 0; k < BLOCK; k += LANES)
@@ -110,13 +115,25 @@ struct Input {
       } else if (type == InputType::F32) {
         memcpy(floats + to * BLOCK, other.floats + from * BLOCK, sizeof(float) * BLOCK);
       } else {
-        memcpy(quants + to * BLOCK, other.quants + from * BLOCK, BLOCK);
+        for (int j = 0; j < BLOCK / 4; j++)
+          memcpy(quants + quants_of(to) + quad(j), other.quants + quants_of(from) + quad(j), 4);
         memcpy(fine + to * BLOCK, other.fine + from * BLOCK, BLOCK);
         const int64_t one = scale_index(row, block), its = other.scale_index(from_row, block);
         scales[one] = other.scales[its], sums[one] = other.sums[its];
         first_half_sums[one] = other.first_half_sums[its], has_fine[one] = other.has_fine[its];
       }
     }
+  }
+
+private:
+  void set_quants(int64_t at, i8x16 a, i8x16 b) const {
+#if TENUTO_I8MM
+    int8_t *const to = quants + quants_of(at);
+    vst1_s8(to, vget_low_s8((int8x16_t)a)), vst1_s8(to + 16, vget_high_s8((int8x16_t)a));
+    vst1_s8(to + 32, vget_low_s8((int8x16_t)b)), vst1_s8(to + 48, vget_high_s8((int8x16_t)b));
+#else
+    store(quants + at * BLOCK, a), store(quants + at * BLOCK + 16, b);
+#endif
   }
 };
 

@@ -6,6 +6,9 @@
 #include "matmul_input.h"
 #include "memory.h"
 #include "upcoming.h"
+#if TENUTO_I8MM
+#include "matmul_i8mm.h"
+#endif
 
 // The number of rows from which products take longer than reading their weights, so that two panels at once are faster
 // than one, where the CPU takes two, and time is left to fetch what is upcoming.
@@ -39,6 +42,7 @@ static __attribute__((noinline)) void quantized_rows(const Panel *panels, const 
                                                      float *out, int64_t apart, Upcoming *upcoming) {
   constexpr int BITS = Format::BITS, PARTS = Format::PARTS;
   const int blocks = x.blocks;
+  static_assert(ROWS == 1 || !TENUTO_I8MM, "see `Input::quants_of`");
   int64_t at = (int64_t)tile * blocks * LANES + from;
   f32x16 acc[PANELS][ROWS] = {};
   int64_t ahead = 0;
@@ -46,7 +50,8 @@ static __attribute__((noinline)) void quantized_rows(const Panel *panels, const 
   Upcoming also; // in registers
   if (PANELS > 1)
     also = *upcoming;
-  for (int b = 0; b < blocks; b++, at += LANES) {
+  const int8_t *quants = x.quants + Input::quants_of(at);
+  for (int b = 0; b < blocks; b++, at += LANES, quants += LANES * BLOCK) {
     const int64_t ones[] = {x.scale_index(tile * LANES + from, b), x.scale_index(tile * LANES + 8, b)}; // of eight rows
     for (int i = 0; fetches && i < Format::AHEAD_BYTES; i += 64, ahead += 64)
 #pragma GCC unroll 2
@@ -67,7 +72,7 @@ static __attribute__((noinline)) void quantized_rows(const Panel *panels, const 
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
           for (int p = 0; p < PANELS; p++) {
-            dots[p][r].template add<BITS>(w[p], x.quants + (at + r) * BLOCK + 4 * j);
+            dots[p][r].template add<BITS>(w[p], quants + r * BLOCK + Input::quad(j));
             if (ALWAYS_15_BITS)
               fine[p][r].template add<BITS>(w[p], x.fine + (at + r) * BLOCK + 4 * j);
           }
@@ -110,7 +115,7 @@ template <class Format> static Panel unpack(const Panel &panel, uint8_t *out) {
     const uint8_t *block = panel.block<Format>(b);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++, out += 64)
-      store(out, Format::quads(block, j));
+      store(out, To::vector(block, j));
     for (int part = 0; part < To::PARTS; part++) {
       const f32x16 scale = Format::Layout::scale(behind, b, part);
       store(scales + ((int64_t)part * to.blocks + b) * LANES, scale);
@@ -213,7 +218,12 @@ static void float_rows(const uint8_t *panel, const Input &x, int tile, int from,
 // Does the same with weights of any format.
 template <class Format, int ROWS>
 INLINE void multiply_rows(const Panel &panel, const Input &x, int tile, int from, float *out) {
-  if constexpr (Format::QUANTIZED)
+#if TENUTO_I8MM
+  if constexpr (Format::QUANTIZED && ROWS > 1)
+    quantized_pairs<Format, ROWS>(panel, x, tile, from, out);
+  else
+#endif
+      if constexpr (Format::QUANTIZED)
     quantized_rows<Format, ROWS, 1>(&panel, x, tile, from, ROWS, out, 0, nullptr);
   else if constexpr (std::is_same_v<Format, F32> || std::is_same_v<Format, F16>)
     float_rows<Format, ROWS>(panel.data, x, tile, from, out);

@@ -152,6 +152,21 @@ INLINE f32x16 dot_bf16(f32x16 acc, u32x16 a, uint32_t b) {
 }
 #endif
 
+#if TENUTO_I8MM
+// Returns lanes 8 HALF to 8 HALF + 7 of two vectors, in turns, and from two such halves again the first or the second.
+template <int HALF> INLINE u32x16 interleaved(u32x16 first, u32x16 second) {
+  const uint32x4_t a = (uint32x4_t)(HALF ? first.c : first.a), b = (uint32x4_t)(HALF ? second.c : second.a),
+                   c = (uint32x4_t)(HALF ? first.d : first.b), d = (uint32x4_t)(HALF ? second.d : second.b);
+  return {(u32x4)vzip1q_u32(a, b), (u32x4)vzip2q_u32(a, b), (u32x4)vzip1q_u32(c, d), (u32x4)vzip2q_u32(c, d)};
+}
+INLINE u32x16 separated(u32x16 low, u32x16 high, bool second) {
+  const auto of = [&](u32x4 a, u32x4 b) {
+    return (u32x4)(second ? vuzp2q_u32((uint32x4_t)a, (uint32x4_t)b) : vuzp1q_u32((uint32x4_t)a, (uint32x4_t)b));
+  };
+  return {of(low.a, low.b), of(low.c, low.d), of(high.a, high.b), of(high.c, high.d)};
+}
+#endif
+
 // Adds the products of four signed bytes in each lane. Without an instruction for that, the sum of two products must
 // fit 16 bits.
 INLINE i32x4 dot4(i32x4 sum, int8x16_t w, int8x16_t x) {

@@ -213,11 +213,36 @@ struct MXFP4 : Quantized<5, 4, Exponents> {
   INLINE u32x16 quads(const uint8_t *block, int j) { return looked_up(MXFP4_BOOK, nibbles(block, j)); }
 };
 
-// A panel of `Format` whose quants are bytes and whose scales are float32; see `unpack` in `matmul_simd.h`.
+#if TENUTO_I8MM
+// Returns quants 8 i to 8 i + 7 of outputs 8 HALF to 8 HALF + 7, in bytes.
+template <class Format, int HALF> INLINE u32x16 octets(const uint8_t *block, int i) {
+  if constexpr (Format::UNPACKED)
+    return load<u32x16>(block + 128 * i + 64 * HALF);
+  else
+    return interleaved<HALF>(Format::quads(block, 2 * i), Format::quads(block, 2 * i + 1));
+}
+#endif
+
+// A panel of `Format` whose quants are bytes and whose scales are float32; see `unpack` in `matmul_simd.h`. The vectors
+// of a block are `quads`, or with i8mm `octets`.
 template <class Format> struct Unpacked : Quantized<Format::BITS, 8, Floats<Format::PARTS, true>> {
   static constexpr bool UNPACKED = true;
   static constexpr int AHEAD_BYTES = Format::AHEAD_BYTES;
+#if TENUTO_I8MM
+  INLINE u32x16 quads(const uint8_t *block, int j) {
+    return separated(octets<Unpacked, 0>(block, j / 2), octets<Unpacked, 1>(block, j / 2), j % 2);
+  }
+#else
   INLINE u32x16 quads(const uint8_t *block, int j) { return load<u32x16>(block + 64 * j); }
+#endif
+  // Returns vector j of a block that is not unpacked yet.
+  INLINE u32x16 vector(const uint8_t *block, int j) {
+#if TENUTO_I8MM
+    return j % 2 ? octets<Format, 1>(block, j / 2) : octets<Format, 0>(block, j / 2);
+#else
+    return Format::quads(block, j);
+#endif
+  }
 };
 
 template <int block_bytes, bool scaled = false> struct Unquantized {
