@@ -7,6 +7,36 @@
 
 #include "attention_blocks.h"
 #include "matmul_input.h"
+#if TENUTO_I8MM
+#include "attention_neon.h"
+#else
+// The products of 16 lanes with coarse and with fine quants. `add` takes four bytes of each lane from each of `VECTORS`
+// vectors, and as many quants.
+struct KeySums {
+  static constexpr int VECTORS = 1;
+
+  void add(const u32x16 (&lanes)[VECTORS], const int8_t *coarse, const int8_t *fine) {
+    coarse_.add<8>(lanes[0], coarse), fine_.add<8>(lanes[0], fine);
+  }
+  i32x16 coarse() const { return coarse_.total<8>(); }
+  i32x16 fine() const { return fine_.total<8>(); }
+
+private:
+  KeyDot coarse_, fine_;
+};
+struct ValueSums {
+  static constexpr int VECTORS = 1;
+
+  void add(const u32x16 (&lanes)[VECTORS], const uint8_t *coarse, const uint8_t *fine) {
+    coarse_.add(lanes[0], coarse), fine_.add(lanes[0], fine);
+  }
+  i32x16 coarse() const { return coarse_.total(); }
+  i32x16 fine() const { return fine_.total(); }
+
+private:
+  UnsignedDot coarse_, fine_;
+};
+#endif
 
 // The highest quants of queries and of softmax weights.
 constexpr float MAX_QUERY_QUANT = 127.0f * 128.0f, MAX_WEIGHT_QUANT = 127.0f * 129.0f;
@@ -77,7 +107,7 @@ static __attribute__((noinline)) ChunkWeights softmax_chunk_int8(const float *sc
   }
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   f32x16 sum = {};
-  const auto quants_of = [&](int i) {
+  const auto quants_of = [&](int i) __attribute__((always_inline)) {
     const f32x16 weight = power_below(load<f32x16>(scores + i * LANES), own);
     sum += weight;
     return nearest(weight * load<f32x16>(value_scales + i * LANES) * inverse); // in this order, to stay finite
@@ -105,29 +135,32 @@ static __attribute__((noinline)) ChunkWeights softmax_chunk_int8(const float *sc
 template <int ROWS, int BLOCKS>
 INLINE void score_int8(const Cache &cache, const Chunk &chunk, int first, const QuantizedQueries &queries, int row,
                        const Chunk *ahead, float (*scores)[CHUNK * LANES]) {
+  constexpr int VECTORS = KeySums::VECTORS;
   const int dim = cache.head_dim;
   f32x16 sums[ROWS][BLOCKS] = {};
   for (int b = 0; b < BLOCKS && ahead; b++)
     __builtin_prefetch(KvInt8::scales(cache, ahead->at[first + b], 0), 0, 2);
   for (int part = 0; part < KvInt8::parts(cache); part++) {
-    KeyDot coarse[ROWS][BLOCKS], fine[ROWS][BLOCKS];
-    for (int d = part * BLOCK; d < std::min(dim, (part + 1) * BLOCK); d += 4) {
+    KeySums products[ROWS][BLOCKS];
+    for (int d = part * BLOCK; d < std::min(dim, (part + 1) * BLOCK); d += 4 * VECTORS) {
       if (ahead)
 #pragma GCC unroll 8
         for (int b = 0; b < BLOCKS; b++)
-          __builtin_prefetch(ahead->at[first + b] + d * LANES, 0, 2);
-      u32x16 keys[BLOCKS];
+#pragma GCC unroll 2
+          for (int v = 0; v < VECTORS; v++)
+            __builtin_prefetch(ahead->at[first + b] + (d + 4 * v) * LANES, 0, 2);
+      u32x16 keys[BLOCKS][VECTORS];
 #pragma GCC unroll 8
       for (int b = 0; b < BLOCKS; b++)
-        keys[b] = load<u32x16>(chunk.at[first + b] + d * LANES);
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++)
+          keys[b][v] = load<u32x16>(chunk.at[first + b] + (d + 4 * v) * LANES);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
         const int at = (row + r) * dim + d;
 #pragma GCC unroll 8
-        for (int b = 0; b < BLOCKS; b++) {
-          coarse[r][b].template add<8>(keys[b], queries.coarse + at);
-          fine[r][b].template add<8>(keys[b], queries.fine + at);
-        }
+        for (int b = 0; b < BLOCKS; b++)
+          products[r][b].add(keys[b], queries.coarse + at, queries.fine + at);
       }
     }
 #pragma GCC unroll 8
@@ -135,9 +168,8 @@ INLINE void score_int8(const Cache &cache, const Chunk &chunk, int first, const 
       const f32x16 key_scales = bf16_to_float(KvInt8::scales(cache, chunk.at[first + b], part));
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++)
-        sums[r][b] = fused(
-            combined(coarse[r][b].template total<8>(), fine[r][b].template total<8>(), queries.offsets[row + r][part]),
-            key_scales, sums[r][b]);
+        sums[r][b] = fused(combined(products[r][b].coarse(), products[r][b].fine(), queries.offsets[row + r][part]),
+                           key_scales, sums[r][b]);
     }
   }
 #pragma GCC unroll 8
@@ -152,32 +184,32 @@ template <int ROWS, int WIDTH>
 INLINE void add_values_int8(const Chunk &chunk, const QueryRows &rows, int row, int d, const Chunk *ahead,
                             const uint8_t (*coarse_weights)[CHUNK * LANES],
                             const uint8_t (*fine_weights)[CHUNK * LANES], const ChunkWeights *chunk_weights) {
-  UnsignedDot coarse[ROWS][WIDTH], fine[ROWS][WIDTH];
+  constexpr int VECTORS = ValueSums::VECTORS;
+  ValueSums products[ROWS][WIDTH];
   for (int i = 0; i < chunk.count; i++) {
     const char *values = chunk.values(i) + 4 * d;
     const int64_t to_then = ahead ? ahead->values(i) - chunk.values(i) : 0;
-    for (int slot = i * LANES; slot < (i + 1) * LANES; slot += 4, values += 4 * rows.head_dim) {
-      if (ahead)
+    for (int slot = i * LANES; slot < (i + 1) * LANES; slot += 4 * VECTORS) {
+      u32x16 lanes[WIDTH][VECTORS];
+#pragma GCC unroll 2
+      for (int n = 0; n < VECTORS; n++, values += 4 * rows.head_dim)
 #pragma GCC unroll 4
-        for (int v = 0; v < WIDTH; v++)
-          __builtin_prefetch(values + v * 4 * LANES + to_then, 0, 2);
-      u32x16 four[WIDTH];
-#pragma GCC unroll 4
-      for (int v = 0; v < WIDTH; v++)
-        four[v] = load<u32x16>(values + v * 4 * LANES);
+        for (int v = 0; v < WIDTH; v++) {
+          if (ahead)
+            __builtin_prefetch(values + v * 4 * LANES + to_then, 0, 2);
+          lanes[v][n] = load<u32x16>(values + v * 4 * LANES);
+        }
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < WIDTH; v++) {
-          coarse[r][v].add(four[v], &coarse_weights[r][slot]);
-          fine[r][v].add(four[v], &fine_weights[r][slot]);
-        }
+        for (int v = 0; v < WIDTH; v++)
+          products[r][v].add(lanes[v], &coarse_weights[r][slot], &fine_weights[r][slot]);
     }
   }
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < WIDTH; v++)
-      chunk_weights[r].add(weighted_values(rows.result(row + r)) + d + v * LANES, coarse[r][v].total(),
-                           fine[r][v].total());
+      chunk_weights[r].add(weighted_values(rows.result(row + r)) + d + v * LANES, products[r][v].coarse(),
+                           products[r][v].fine());
 }
 
 // Does what `attend_pairs` does, for an INT8 cache.

@@ -4,6 +4,9 @@
 #include <type_traits>
 
 #include "attention_blocks.h"
+#if TENUTO_I8MM
+#include "attention_neon.h"
+#endif
 
 // Computes the scores of ROWS query rows, [ROWS][CHUNK * LANES], with blocks `first` to `first + BLOCKS` of a chunk. A
 // score is one sum over the dimensions in their order, so it does not depend on ROWS and BLOCKS. `ahead`, unless it is
@@ -97,9 +100,15 @@ static __attribute__((noinline)) void attend_pairs(const Blocks &blocks, const Q
   for (int start = from, count; start < to; start += count) {
     const Chunk chunk = blocks.chunk(start, to);
     count = chunk.count;
-    for_parts<blocks_at_once(ROWS)>(count, [&](int i, auto so_many) {
-      score_pairs<Kv, ROWS, decltype(so_many)::value>(chunk, i, rows, row, ahead, scores);
-    });
+#if TENUTO_I8MM
+    if constexpr (ROWS > 1)
+      for (int i = 0; i < count; i++)
+        score_by_two<ROWS>(chunk, i, rows, row, ahead, scores);
+    else
+#endif
+      for_parts<blocks_at_once(ROWS)>(count, [&](int i, auto so_many) {
+        score_pairs<Kv, ROWS, decltype(so_many)::value>(chunk, i, rows, row, ahead, scores);
+      });
     float correction[ROWS];
     for (int r = 0; r < ROWS; r++) {
       ends.mask(chunk, r, scores[r]);
@@ -107,8 +116,15 @@ static __attribute__((noinline)) void attend_pairs(const Blocks &blocks, const Q
         soft_cap(cap, scores[r], count, 1);
       correction[r] = softmax_chunk(scores[r], weights[r], count, 1, *rows.result(row + r));
     }
-    for_parts<values_at_once(ROWS)>(rows.head_dim / LANES, [&](int vector, auto so_many) {
-      add_value_pairs<Kv, ROWS, decltype(so_many)::value>(chunk, rows, row, vector * LANES, ahead, weights, correction);
-    });
+#if TENUTO_I8MM
+    if constexpr (ROWS > 1)
+      for (int d = 0; d < rows.head_dim; d += LANES)
+        add_values_by_two<ROWS>(chunk, rows, row, d, ahead, weights, correction);
+    else
+#endif
+      for_parts<values_at_once(ROWS)>(rows.head_dim / LANES, [&](int vector, auto so_many) {
+        add_value_pairs<Kv, ROWS, decltype(so_many)::value>(chunk, rows, row, vector * LANES, ahead, weights,
+                                                            correction);
+      });
   }
 }

@@ -23,7 +23,7 @@
 #if defined(__ARM_FEATURE_DOTPROD)
 #define TENUTO_DOT 1
 #endif
-#if defined(__ARM_FEATURE_MATMUL_INT8)
+#if defined(__ARM_FEATURE_MATMUL_INT8) // variants that have these instructions also have those for bfloat16
 #define TENUTO_I8MM 1
 #else
 #define TENUTO_I8MM 0

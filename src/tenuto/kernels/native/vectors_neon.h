@@ -134,6 +134,19 @@ INLINE u32x16 widened(u16x16 v) {
           (u32x4)vmovl_high_u16(high)};
 }
 
+// Returns lanes 8 HALF to 8 HALF + 7 of two vectors, in turns, and from two such halves again the first or the second.
+template <int HALF> INLINE u32x16 interleaved(u32x16 first, u32x16 second) {
+  const uint32x4_t a = (uint32x4_t)(HALF ? first.c : first.a), b = (uint32x4_t)(HALF ? second.c : second.a),
+                   c = (uint32x4_t)(HALF ? first.d : first.b), d = (uint32x4_t)(HALF ? second.d : second.b);
+  return {(u32x4)vzip1q_u32(a, b), (u32x4)vzip2q_u32(a, b), (u32x4)vzip1q_u32(c, d), (u32x4)vzip2q_u32(c, d)};
+}
+INLINE u32x16 separated(u32x16 low, u32x16 high, bool second) {
+  const auto of = [&](u32x4 a, u32x4 b) {
+    return (u32x4)(second ? vuzp2q_u32((uint32x4_t)a, (uint32x4_t)b) : vuzp1q_u32((uint32x4_t)a, (uint32x4_t)b));
+  };
+  return {of(low.a, low.b), of(low.c, low.d), of(high.a, high.b), of(high.c, high.d)};
+}
+
 #if TENUTO_BF16
 // Rounds to bfloat16, as `to_bf16_bits` does.
 INLINE u16x16 rounded_to_bf16(f32x16 v) {
@@ -149,21 +162,6 @@ INLINE f32x16 dot_bf16(f32x16 acc, u32x16 a, uint32_t b) {
     return (f32x4)vbfdotq_f32((float32x4_t)sum, vreinterpretq_bf16_u32((uint32x4_t)of), pair);
   };
   return {dot(acc.a, a.a), dot(acc.b, a.b), dot(acc.c, a.c), dot(acc.d, a.d)};
-}
-#endif
-
-#if TENUTO_I8MM
-// Returns lanes 8 HALF to 8 HALF + 7 of two vectors, in turns, and from two such halves again the first or the second.
-template <int HALF> INLINE u32x16 interleaved(u32x16 first, u32x16 second) {
-  const uint32x4_t a = (uint32x4_t)(HALF ? first.c : first.a), b = (uint32x4_t)(HALF ? second.c : second.a),
-                   c = (uint32x4_t)(HALF ? first.d : first.b), d = (uint32x4_t)(HALF ? second.d : second.b);
-  return {(u32x4)vzip1q_u32(a, b), (u32x4)vzip2q_u32(a, b), (u32x4)vzip1q_u32(c, d), (u32x4)vzip2q_u32(c, d)};
-}
-INLINE u32x16 separated(u32x16 low, u32x16 high, bool second) {
-  const auto of = [&](u32x4 a, u32x4 b) {
-    return (u32x4)(second ? vuzp2q_u32((uint32x4_t)a, (uint32x4_t)b) : vuzp1q_u32((uint32x4_t)a, (uint32x4_t)b));
-  };
-  return {of(low.a, low.b), of(low.c, low.d), of(high.a, high.b), of(high.c, high.d)};
 }
 #endif
 
@@ -222,7 +220,8 @@ struct UnsignedDot {
 };
 
 // As in `vectors_avx512.h`.
-constexpr int MATMUL_ROWS = 4, UNPACKED_ROWS = 16, ATTENTION_ROWS = 6, INT8_ATTENTION_ROWS = 2, FEW_ROWS = 5;
+constexpr int MATMUL_ROWS = 4, UNPACKED_ROWS = 16, FEW_ROWS = 5;
+constexpr int ATTENTION_ROWS = 6, INT8_ATTENTION_ROWS = TENUTO_I8MM ? 3 : 2;
 constexpr int MOST_PANELS = 1, PANELS_AT_ONCE = 1;
 constexpr int blocks_at_once(int rows) { return rows > 3 ? 1 : rows > 1 ? 2 : 4; }
 constexpr int values_at_once(int rows) { return rows > 3 ? 1 : 2; }

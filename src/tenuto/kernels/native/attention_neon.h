@@ -1,0 +1,126 @@
+// Attention of two query rows or more to keys and values in bfloat16, with an instruction of 64-bit Arm that multiplies
+// two rows and two lanes at once. It adds up four products as two instructions for one row do, so results are the same.
+#pragma once
+
+#include "attention_blocks.h"
+
+// Sums of 16 lanes for each of ROWS rows. Those of two rows are together: for lanes 2 k and 2 k + 1, {lane, row}.
+template <int ROWS> struct PairedSums {
+  static constexpr int PAIRS = (ROWS + 1) / 2; // the last row of an odd number is computed twice
+  float32x4_t of[PAIRS][8];
+
+  PairedSums() {
+#pragma GCC unroll 4
+    for (int p = 0; p < PAIRS; p++)
+#pragma GCC unroll 8
+      for (int k = 0; k < 8; k++)
+        of[p][k] = vdupq_n_f32(0.0f);
+  }
+  // Adds the products of two pairs in each of 16 lanes, those at `first` and at `second`, and four elements of each
+  // row: those at `rows[r] + at`.
+  void add(const uint16_t *first, const uint16_t *second, const uint16_t *const (&rows)[ROWS], int at) {
+    bfloat16x8_t two[PAIRS];
+#pragma GCC unroll 4
+    for (int p = 0; p < PAIRS; p++) {
+      const uint16_t *const one = rows[2 * p] + at, *const other = rows[std::min(2 * p + 1, ROWS - 1)] + at;
+      two[p] = vreinterpretq_bf16_u16(vcombine_u16(vld1_u16(one), vld1_u16(other)));
+    }
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; q++) {
+      const uint32x4_t a = load<uint32x4_t>(first + 8 * q), b = load<uint32x4_t>(second + 8 * q);
+      const bfloat16x8_t low = vreinterpretq_bf16_u32(vzip1q_u32(a, b)),
+                         high = vreinterpretq_bf16_u32(vzip2q_u32(a, b));
+#pragma GCC unroll 4
+      for (int p = 0; p < PAIRS; p++) {
+        of[p][2 * q] = vbfmmlaq_f32(of[p][2 * q], low, two[p]);
+        of[p][2 * q + 1] = vbfmmlaq_f32(of[p][2 * q + 1], high, two[p]);
+      }
+    }
+  }
+  // Returns the sums of a row.
+  f32x16 row(int r) const {
+    const auto quarter = [&](int q) {
+      const float32x4_t low = of[r / 2][2 * q], high = of[r / 2][2 * q + 1];
+      return (f32x4)(r % 2 ? vuzp2q_f32(low, high) : vuzp1q_f32(low, high));
+    };
+    return {quarter(0), quarter(1), quarter(2), quarter(3)};
+  }
+};
+
+// Computes the scores of ROWS query rows with block `number` of a chunk, as `score_pairs` does.
+template <int ROWS>
+INLINE void score_by_two(const Chunk &chunk, int number, const QueryRows &rows, int row, const Chunk *ahead,
+                         float (*scores)[CHUNK * LANES]) {
+  const uint16_t *keys = (const uint16_t *)chunk.at[number], *queries[ROWS];
+  const uint16_t *const then = ahead ? (const uint16_t *)ahead->at[number] : nullptr;
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+    queries[r] = rows.query(row + r);
+  PairedSums<ROWS> sums;
+  for (int d = 0; d < rows.head_dim; d += 4) {
+    if (then)
+      __builtin_prefetch(then + d * LANES, 0, 2), __builtin_prefetch(then + (d + 2) * LANES, 0, 2);
+    sums.add(keys + d * LANES, keys + (d + 2) * LANES, queries, d);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+    store(&scores[r][number * LANES], sums.row(r));
+}
+
+// Adds the values of a chunk, times softmax weights, to dimensions d to d + 15 of the results of ROWS rows, as
+// `add_value_pairs` does.
+template <int ROWS>
+INLINE void add_values_by_two(const Chunk &chunk, const QueryRows &rows, int row, int d, const Chunk *ahead,
+                              const uint16_t (*weights)[CHUNK * LANES], const float *correction) {
+  const uint16_t *of[ROWS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+    of[r] = weights[r];
+  PairedSums<ROWS> sums;
+  for (int i = 0; i < chunk.count; i++) {
+    const uint16_t *values = (const uint16_t *)chunk.values(i) + 2 * d;
+    const int64_t to_then = ahead ? ahead->values(i) - chunk.values(i) : 0;
+    for (int slot = i * LANES; slot < (i + 1) * LANES; slot += 4, values += 4 * rows.head_dim) {
+      const uint16_t *const next = values + 2 * rows.head_dim;
+      if (ahead)
+        __builtin_prefetch((const char *)values + to_then, 0, 2),
+            __builtin_prefetch((const char *)next + to_then, 0, 2);
+      sums.add(values, next, of, slot);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++) {
+    float *const to = weighted_values(rows.result(row + r)) + d;
+    store(to, fused(load<f32x16>(to), splat(correction[r]), sums.row(r)));
+  }
+}
+
+// As in `attention_int8.h`, with an instruction that takes eight bytes of two lanes, and coarse quants as one row and
+// fine ones as the other: for lanes 2 k and 2 k + 1, {lane, coarse or fine}. Bytes of keys are unsigned and quants
+// signed; bytes of values are signed, and quants below 128.
+template <bool KEYS> class SplitSums {
+public:
+  static constexpr int VECTORS = 2;
+
+  void add(const u32x16 (&lanes)[VECTORS], const void *coarse, const void *fine) {
+    const int8x16_t quants = vcombine_s8(load<int8x8_t>(coarse), load<int8x8_t>(fine));
+    const u32x16 low = interleaved<0>(lanes[0], lanes[1]), high = interleaved<1>(lanes[0], lanes[1]);
+    add(low_, low, quants), add(high_, high, quants);
+  }
+  i32x16 coarse() const { return as<i32x16>(separated(as<u32x16>(low_), as<u32x16>(high_), false)); }
+  i32x16 fine() const { return as<i32x16>(separated(as<u32x16>(low_), as<u32x16>(high_), true)); }
+
+private:
+  static void add(i32x16 &to, u32x16 lanes, int8x16_t quants) {
+    to = {product(to.a, lanes.a, quants), product(to.b, lanes.b, quants), product(to.c, lanes.c, quants),
+          product(to.d, lanes.d, quants)};
+  }
+  static i32x4 product(i32x4 sum, u32x4 lanes, int8x16_t quants) {
+    return (i32x4)(KEYS ? vusmmlaq_s32((int32x4_t)sum, (uint8x16_t)lanes, quants)
+                        : vmmlaq_s32((int32x4_t)sum, (int8x16_t)lanes, quants));
+  }
+
+  i32x16 low_ = {}, high_ = {};
+};
+typedef SplitSums<true> KeySums;
+typedef SplitSums<false> ValueSums;
