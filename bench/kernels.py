@@ -32,7 +32,7 @@ from tenuto.kernels.elements import KVCacheDtype
 from tenuto.kernels.native.build import VARIANTS, Machine, library
 from tenuto.kernels.native.library import OpKind, loaded
 from tenuto.models.adapter import projections
-from tenuto.models.config import Attention
+from tenuto.models.config import Attention, ModelConfig
 from tenuto.models.native.program import NativeProgram
 from tenuto.models.store import resolve
 
@@ -147,6 +147,14 @@ def product_seconds(multiplications: int) -> float:
     return best * multiplications / size**3
 
 
+def prefill_multiplications(config: ModelConfig, tokens: int) -> int:
+    """Returns the number of multiplications by weights that a prefill takes, without the head. The last feed-forward
+    network computes only the last token."""
+    sizes = {name: outputs * inputs for name, (outputs, inputs) in projections(config).items()}
+    last = f"model.layers.{len(config.layers) - 1}.mlp."
+    return sum(size * (1 if name.startswith(last) else tokens) for name, size in sizes.items())
+
+
 def shares(forward: Forward) -> str:
     """Describes how the time in native operations since the last call was divided, in per cent."""
     if not isinstance(forward, NativeForward):
@@ -200,7 +208,7 @@ class Figures:
         apart = 0 if config.tied else 2 * config.vocab * config.hidden  # an embedding of which steps read few rows
         self.weight_bytes = forward.weight_bytes - apart if isinstance(forward, NativeForward) else 0
         layers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, Attention)]
-        self.multiplications = sum(outputs * inputs for outputs, inputs in projections(config).values())
+        self.config = config
         self._per_pair = sum(2 * layer.heads * layer.head_dim for layer in layers)  # multiplications per pair of tokens
         self._steps = Steps(executor, rows=32, context=3200)
         self._times = times
@@ -244,8 +252,9 @@ def show(kernels: str, kv_cache_dtype: str, times: int, shape: str | None = None
         figures, forward = Figures(executor, times), executor.forward
         sizes = f"weights {figures.weight_bytes / 1e6:.0f} MB, {figures.token_bytes} bytes a token"
         print(f"\n{figures.description}; {sizes}")
-        rate = 512 / figures.prefill(512).seconds.median
-        print(f"prefill of 512  {rate:8.0f} tokens/s{_of_multiplications(kernels, rate * figures.multiplications)}")
+        spent = figures.prefill(512).seconds.median
+        made = prefill_multiplications(figures.config, 512) / spent
+        print(f"prefill of 512  {512 / spent:8.0f} tokens/s{_of_multiplications(kernels, made)}")
         print(f"  of it  {shares(forward)}")
         print(f"48 after 3,072  {figures.turns([3072], 48)[0].seconds.scaled(1e3).shown('7.2f')} ms")
         print(f"  of it  {shares(forward)}")

@@ -1,8 +1,10 @@
-"""`python -m bench.weight_types`: the cost, for one core, of a layer in every type of weight that the kernels keep.
+"""`python -m bench.weight_types`: the cost, for one core, of two layers in every type of weight that the kernels keep.
 
-The layer has the shape of Llama 3.1 8B's, and random weights, which are rounded to each type. A decode takes at least
-the time for reading the weights once; this limit is measured in the same run, by PyTorch reading as many bytes. Figures
-are CPU times of the fastest of several steps, so that they mean something on a busy machine, too.
+The layers have the shape of Llama 3.1 8B's, and random weights, which are rounded to each type. A decode takes at least
+the time for reading the weights once; this limit is measured in the same run, by PyTorch reading as many bytes. A
+prefill takes at least the time for multiplying at the rate of the CPU's instructions in registers
+(`bench.multiplications`). Figures are CPU times of the fastest of several steps, so that they mean something on a busy
+machine, too.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 
-from bench.kernels import Steps
+from bench.kernels import Steps, prefill_multiplications
+from bench.multiplications import multiplications
 from tenuto.base.config import cache_dir
 from tenuto.exec.model_executor import ModelExecutor
 from tenuto.exec.native_forward import NativeForward
@@ -26,6 +29,7 @@ from tenuto.kernels.native.build import Machine, library
 from tenuto.kernels.native.formats import FORMATS, PanelFormat
 from tenuto.kernels.native.grouped import Grouped, in_halves
 from tenuto.kernels.native.library import loaded
+from tenuto.models.adapter import projections
 from tenuto.models.config import Attention, Layer, Mlp, ModelConfig
 from tenuto.models.native.program import NativeProgram
 from tenuto.models.weights import Bytes, Floats, StoredWeight
@@ -90,26 +94,22 @@ TYPES: dict[str, tuple[int, Make]] = {
 for GPTQ, AWQ and compressed-tensors with zeros; without them they have the arithmetic of Q4_0 and Q8_0."""
 
 
-def layer() -> ModelConfig:
-    """Returns a model of one layer."""
+def two_layers() -> ModelConfig:
+    """Returns a model of two layers. In a prefill, the second one's feed-forward network computes only one token."""
     mixer = Attention(_HEADS, _KV_HEADS, _HEAD_DIM, None, _HEAD_DIM**-0.5)
-    layers = (Layer(mixer, Mlp(_WIDTH)),)
+    layers = (Layer(mixer, Mlp(_WIDTH)),) * 2
     return ModelConfig(layers, _HIDDEN, _VOCAB, 1e-5, True, 4096, (0,), None, "float32")  # noqa: FBT003 - tied
 
 
 def weights(make: Make) -> Iterator[tuple[str, StoredWeight]]:
-    """Yields the layer's weights: some rows, over and over."""
-    kv = _KV_HEADS * _HEAD_DIM
-    shapes = {"q": (_HIDDEN, _HIDDEN), "k": (kv, _HIDDEN), "v": (kv, _HIDDEN), "o": (_HIDDEN, _HIDDEN)}
-    parts = {f"layers.0.self_attn.{part}_proj": shape for part, shape in shapes.items()}
-    parts |= {f"layers.0.mlp.{part}_proj": (_WIDTH, _HIDDEN) for part in ("gate", "up")}
-    parts |= {"layers.0.mlp.down_proj": (_HIDDEN, _WIDTH), "embed_tokens": (_VOCAB, _HIDDEN)}
+    """Yields the layers' weights: some rows, over and over."""
     rng = np.random.default_rng(0)
-    for name, (outputs, inputs) in parts.items():
+    for name, (outputs, inputs) in {**projections(two_layers()), "model.embed_tokens": (_VOCAB, _HIDDEN)}.items():
         some = make((rng.standard_normal((_ROWS, inputs)) / inputs**0.5).astype(np.float32))
         repeated_rows = replace(some, shape=(outputs, inputs), read=partial(_rows, some, outputs))
-        yield f"model.{name}.weight", repeated_rows
-    for name in ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm"):
+        yield f"{name}.weight", repeated_rows
+    of_layers = [f"layers.{n}.{norm}_layernorm" for n in range(2) for norm in ("input", "post_attention")]
+    for name in (*of_layers, "norm"):
         yield f"model.{name}.weight", StoredWeight.of(np.ones(_HIDDEN, np.float32), Kind.F32)
 
 
@@ -127,19 +127,20 @@ def fastest(run: Callable[[], object], times: int) -> float:
     return min(spent)
 
 
-def show(kernels: str, name: str, times: int) -> None:
-    """Prints the figures of a type."""
-    program = NativeProgram(layer(), weights(TYPES[name][1]), 32)
+def show(kernels: str, name: str, times: int, possible: float) -> None:
+    """Prints the figures of a type. `possible`: multiplications a second."""
+    program = NativeProgram(two_layers(), weights(TYPES[name][1]), 32)
     found = loaded(library(cache_dir(), Machine.this(), kernels, print))
     executor = ModelExecutor(NativeForward(found, program, threads=1))
     steps, size = Steps(executor, max(DECODES), PREFILL, _VOCAB), program.weight_bytes
-    matrices = _HIDDEN * (2 * _HIDDEN + 2 * _KV_HEADS * _HEAD_DIM + 3 * _WIDTH + _VOCAB)
+    matrices = sum(outputs * inputs for outputs, inputs in projections(program.config).values()) + _VOCAB * _HIDDEN
     limit, told = fastest(torch.ones(size // 4).sum, times), [f"{name:7}{8 * size / matrices:6.2f} bits"]
     for rows in DECODES:
         spent = fastest(partial(steps.run, rows, 0, 1), times)
         told.append(f"{rows:2} row{'s' if rows > 1 else ' '} {1e3 * spent:5.1f} ms, {spent / limit:5.2f}")
-    operations = 2 * PREFILL * matrices / fastest(partial(steps.run, 1, 0, PREFILL), times)
-    print(f"{';  '.join(told)};  {PREFILL} tokens {operations / 1e9:4.0f} Gop/s", flush=True)
+    made = prefill_multiplications(program.config, PREFILL) / fastest(partial(steps.run, 1, 0, PREFILL), times)
+    told.append(f"{PREFILL} tokens {made / 1e9:4.0f} billion multiplications/s, {made / possible:.2f}")
+    print(";  ".join(told), flush=True)
     executor.close()
 
 
@@ -152,9 +153,13 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for kernels in arguments.kernels or Machine.this().variants()[:1]:
-        print(f"\n{kernels}, one thread: CPU time of a decode, and how many times the limit it is")
+        possible = multiplications(kernels, 1)
+        print(
+            f"\n{kernels}, one thread: CPU time of a decode, and how many times the limit it is; "
+            f"rate of a prefill, and its part of {possible / 1e9:.0f} billion multiplications/s"
+        )
         for name in arguments.types.split(","):
-            show(kernels, name, arguments.times)
+            show(kernels, name, arguments.times, possible)
 
 
 if __name__ == "__main__":
