@@ -1,53 +1,10 @@
-// Attention of two query rows or more to keys and values in bfloat16, with an instruction of 64-bit Arm that multiplies
-// two rows and two lanes at once. It adds up four products as two instructions for one row do, so results are the same.
+// Attention with instructions of 64-bit Arm that multiply two rows and two lanes at once.
 #pragma once
 
 #include "attention_blocks.h"
 
-// Sums of 16 lanes for each of ROWS rows. Those of two rows are together: for lanes 2 k and 2 k + 1, {lane, row}.
-template <int ROWS> struct PairedSums {
-  static constexpr int PAIRS = (ROWS + 1) / 2; // the last row of an odd number is computed twice
-  float32x4_t of[PAIRS][8];
-
-  PairedSums() {
-#pragma GCC unroll 4
-    for (int p = 0; p < PAIRS; p++)
-#pragma GCC unroll 8
-      for (int k = 0; k < 8; k++)
-        of[p][k] = vdupq_n_f32(0.0f);
-  }
-  // Adds the products of two pairs in each of 16 lanes, those at `first` and at `second`, and four elements of each
-  // row: those at `rows[r] + at`.
-  void add(const uint16_t *first, const uint16_t *second, const uint16_t *const (&rows)[ROWS], int at) {
-    bfloat16x8_t two[PAIRS];
-#pragma GCC unroll 4
-    for (int p = 0; p < PAIRS; p++) {
-      const uint16_t *const one = rows[2 * p] + at, *const other = rows[std::min(2 * p + 1, ROWS - 1)] + at;
-      two[p] = vreinterpretq_bf16_u16(vcombine_u16(vld1_u16(one), vld1_u16(other)));
-    }
-#pragma GCC unroll 4
-    for (int q = 0; q < 4; q++) {
-      const uint32x4_t a = load<uint32x4_t>(first + 8 * q), b = load<uint32x4_t>(second + 8 * q);
-      const bfloat16x8_t low = vreinterpretq_bf16_u32(vzip1q_u32(a, b)),
-                         high = vreinterpretq_bf16_u32(vzip2q_u32(a, b));
-#pragma GCC unroll 4
-      for (int p = 0; p < PAIRS; p++) {
-        of[p][2 * q] = vbfmmlaq_f32(of[p][2 * q], low, two[p]);
-        of[p][2 * q + 1] = vbfmmlaq_f32(of[p][2 * q + 1], high, two[p]);
-      }
-    }
-  }
-  // Returns the sums of a row.
-  f32x16 row(int r) const {
-    const auto quarter = [&](int q) {
-      const float32x4_t low = of[r / 2][2 * q], high = of[r / 2][2 * q + 1];
-      return (f32x4)(r % 2 ? vuzp2q_f32(low, high) : vuzp1q_f32(low, high));
-    };
-    return {quarter(0), quarter(1), quarter(2), quarter(3)};
-  }
-};
-
-// Computes the scores of ROWS query rows with block `number` of a chunk, as `score_pairs` does.
+// Computes the scores of ROWS query rows with block `number` of a chunk, as `score_pairs` does,
+// bit by bit.
 template <int ROWS>
 INLINE void score_by_two(const Chunk &chunk, int number, const QueryRows &rows, int row, const Chunk *ahead,
                          float (*scores)[CHUNK * LANES]) {

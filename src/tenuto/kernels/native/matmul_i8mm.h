@@ -1,5 +1,5 @@
-// Products of a quantized panel and pairs of input rows, with an instruction of 64-bit Arm (i8mm) for eight inputs, two
-// rows and two outputs at once.
+// Products of a panel and pairs of input rows, with instructions of 64-bit Arm for two rows and two outputs at once: of
+// eight inputs with quantized weights (i8mm), and of four with bfloat16.
 #pragma once
 
 #include "matmul_input.h"
@@ -72,4 +72,28 @@ static __attribute__((noinline)) void quantized_pairs(const Panel &panel, const 
                                                       float *out) {
   multiply_half<Format, ROWS, 0>(panel, x, tile, from, out);
   multiply_half<Format, ROWS, 1>(panel, x, tile, from, out);
+}
+
+// Does what `pair_rows` does, bit by bit, for ROWS rows and bfloat16 weights.
+template <int ROWS>
+static __attribute__((noinline)) void bf16_pairs(const Panel &panel, const Input &x, int tile, int from, float *out) {
+  const int64_t at = (int64_t)tile * x.blocks * LANES + from;
+  const uint16_t *vector = (const uint16_t *)panel.data, *rows[ROWS];
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; r++)
+    rows[r] = x.pairs + (at + r) * BLOCK;
+  PairedSums<ROWS> sums;
+  for (int b = 0; b < x.blocks; b++) {
+    for (int k = 0; k < BLOCK; k += 4, vector += 4 * LANES) {
+      const char *const ahead = (const char *)vector + PREFETCH_DISTANCE;
+      __builtin_prefetch(ahead, 0, 2), __builtin_prefetch(ahead + 64, 0, 2);
+      sums.add(vector, vector + 2 * LANES, rows, k);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+      rows[r] += LANES * BLOCK;
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; r++)
+    store(out + r * LANES, sums.row(r));
 }

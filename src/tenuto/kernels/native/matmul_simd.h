@@ -160,10 +160,11 @@ static void add_fine(const Panel &panel, const OutlierBlocks::Entry *entry, cons
 }
 
 // Does the same with pairs of bfloat16 or FP8 weights, in two sums, so that an addition need not wait for the one
-// before. The sums of scaled weights are scaled after each block.
+// before; `bf16_pairs` adds in one. The sums of scaled weights are scaled after each block.
 template <class Format, int ROWS>
 static void pair_rows(const Panel &panel, const Input &x, int tile, int from, float *out) {
   constexpr int64_t VECTOR_BYTES = Format::BLOCK_BYTES / (BLOCK / 2);
+  constexpr bool ONE_SUM = TENUTO_I8MM && !Format::SCALED;
   int64_t at = (int64_t)tile * x.blocks * LANES + from;
   const uint8_t *vector = panel.data;
   f32x16 even[ROWS] = {}, odd[ROWS] = {}, acc[ROWS] = {};
@@ -176,7 +177,8 @@ static void pair_rows(const Panel &panel, const Input &x, int tile, int from, fl
       for (int r = 0; r < ROWS; r++) {
         const PairElement *values = x.pairs + (at + r) * BLOCK + 2 * j;
         even[r] = dot_pair(even[r], first, pair_at(values));
-        odd[r] = dot_pair(odd[r], second, pair_at(values + 2));
+        f32x16 &sum = ONE_SUM ? even[r] : odd[r];
+        sum = dot_pair(sum, second, pair_at(values + 2));
       }
     }
     if constexpr (Format::SCALED) {
@@ -188,7 +190,7 @@ static void pair_rows(const Panel &panel, const Input &x, int tile, int from, fl
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
-    store(out + r * LANES, Format::SCALED ? acc[r] : even[r] + odd[r]);
+    store(out + r * LANES, Format::SCALED ? acc[r] : ONE_SUM ? even[r] : even[r] + odd[r]);
 }
 
 // Does the same with weights of float32 or float16.
@@ -221,6 +223,8 @@ INLINE void multiply_rows(const Panel &panel, const Input &x, int tile, int from
 #if TENUTO_I8MM
   if constexpr (Format::QUANTIZED && ROWS > 1)
     quantized_pairs<Format, ROWS>(panel, x, tile, from, out);
+  else if constexpr (std::is_same_v<Format, BF16> && ROWS > 1)
+    bf16_pairs<ROWS>(panel, x, tile, from, out);
   else
 #endif
       if constexpr (Format::QUANTIZED)
