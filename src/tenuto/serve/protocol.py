@@ -31,7 +31,8 @@ PROBE_SECONDS = (0.05, 0.2, 1.0, 5.0)
 NEW_SECONDS = 5.0
 """Time that a new connection has to begin a request although the server is ending. A busy client may need seconds."""
 LINGER_SECONDS = 1.0
-"""Time a refused connection is still read: closing it at once might lose the answer."""
+"""Time a refused connection is still read, or one that does not answer pings is still written to: closing it at once
+might lose the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,16 @@ class ConnectionLimits:
 
 class BoundedSocket(WebSocketsSansIOProtocol):
     """uvicorn's WebSockets, with a small buffer. A client that does not read does not answer pings either, and is
-    disconnected."""
+    disconnected, although it has not read what was sent before."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+
+    def keepalive_timeout(self) -> None:
+        """Closes the connection. uvicorn alone would first wait, for any time, until the client has read everything."""
+        super().keepalive_timeout()
+        self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
 
 class BoundedProtocol(WatchedConnection):

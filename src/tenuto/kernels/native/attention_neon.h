@@ -3,8 +3,7 @@
 
 #include "attention_blocks.h"
 
-// Computes the scores of ROWS query rows with block `number` of a chunk, as `score_pairs` does,
-// bit by bit.
+// Computes the scores of ROWS query rows with block `number` of a chunk. They are those of `score_pairs`, bit by bit.
 template <int ROWS>
 INLINE void score_by_two(const Chunk &chunk, int number, const QueryRows &rows, int row, const Chunk *ahead,
                          float (*scores)[CHUNK * LANES]) {
@@ -24,8 +23,8 @@ INLINE void score_by_two(const Chunk &chunk, int number, const QueryRows &rows, 
     store(&scores[r][number * LANES], sums.row(r));
 }
 
-// Adds the values of a chunk, times softmax weights, to dimensions d to d + 15 of the results of ROWS rows, as
-// `add_value_pairs` does.
+// Adds the values of a chunk, times softmax weights, to dimensions d to d + 15 of the results of ROWS rows. The results
+// are those of `add_value_pairs`, bit by bit.
 template <int ROWS>
 INLINE void add_values_by_two(const Chunk &chunk, const QueryRows &rows, int row, int d, const Chunk *ahead,
                               const uint16_t (*weights)[CHUNK * LANES], const float *correction) {

@@ -33,9 +33,8 @@ constexpr float OUTLIER_RATIO = 23.0f;
 constexpr float FINE_STEP = 1.0f / 128.0f; // of a quant
 
 // Input rows in tiles of 16 rows and blocks of 32 columns. `type` says which arrays are used.
-//   INT8: `quants` and `fine`, int8 [rows / 16][blocks][16][32]; with i8mm the quants of two rows take turns, eight at
-//   a
-//         time, so `quants` is [rows / 16][blocks][8][4][2][8]. For each block of a row, [rows / 8][blocks][8]: float
+//   INT8: `quants` and `fine`, int8 [rows / 16][blocks][16][32]. With i8mm the quants of two rows take turns, eight
+//         each: `quants` is [rows / 16][blocks][8][4][2][8] then. For each block of a row, [rows / 8][blocks][8]: float
 //         `scales` of `quants`, the sums of the values that the quants stand for, of all 32 (`sums`) and of the first
 //         half (`first_half_sums`), and `has_fine`, whether the block has 15 bits. Thus two threads with eight rows
 //         each write to no common cache line.

@@ -7,7 +7,7 @@
 #include "memory.h"
 #include "upcoming.h"
 #if TENUTO_I8MM
-#include "matmul_i8mm.h"
+#include "matmul_neon.h"
 #endif
 
 // The number of rows from which products take longer than reading their weights, so that two panels at once are faster

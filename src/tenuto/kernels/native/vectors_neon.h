@@ -168,8 +168,8 @@ INLINE f32x16 dot_bf16(f32x16 acc, u32x16 a, uint32_t b) {
 
 #if TENUTO_I8MM
 // Sums of products of pairs of bfloat16 in 16 lanes, for each of ROWS rows, with an instruction for two rows and two
-// lanes at once. It adds up four products as two instructions for one row do, so the sums are the same. Those of two
-// rows are together: for lanes 2 k and 2 k + 1, {lane, row}.
+// lanes at once (BFMMLA). As the Arm architecture defines it, it adds up four products as two BFDOT do, so the sums are
+// the same as those of `dot_pair`. Those of two rows are together: for lanes 2 k and 2 k + 1, {lane, row}.
 template <int ROWS> struct PairedSums {
   static constexpr int PAIRS = (ROWS + 1) / 2; // the last row of an odd number is computed twice
   float32x4_t of[PAIRS][8];
