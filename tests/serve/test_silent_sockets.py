@@ -17,7 +17,7 @@ HANDSHAKE = (
 
 
 def test_a_client_that_reads_nothing_is_disconnected() -> None:
-    """It also answers no ping. What it has not read stays in the server's buffer for ever."""
+    """It also answers no ping, and a connection that is only closed would wait for it for ever."""
     ended = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -19,7 +19,7 @@ INLINE void multiply_half(const Panel &panel, const Input &x, int tile, int from
   for (int r = 0; r < ROWS; r++)
     acc[r][0] = acc[r][1] = vdupq_n_f32(0.0f);
   for (int b = 0; b < blocks; b++) {
-    // What follows is at offsets from two registers: the compiler would use one for each address.
+    // Otherwise the compiler would keep a register for each address, instead of offsets from these two.
     asm volatile("" : "+r"(quants), "+r"(block));
     for (int i = 0; fetches && i < Format::AHEAD_BYTES; i += 64)
       __builtin_prefetch(ahead + i, 0, 2);
