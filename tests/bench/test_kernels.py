@@ -1,4 +1,4 @@
-"""What `bench.kernels` divides by is what steps compute."""
+"""`bench.kernels` counts the multiplications that steps compute."""
 
 import pytest
 from gguf import GGMLQuantizationType as Kind

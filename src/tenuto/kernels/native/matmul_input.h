@@ -114,8 +114,11 @@ struct Input {
       } else if (type == InputType::F32) {
         memcpy(floats + to * BLOCK, other.floats + from * BLOCK, sizeof(float) * BLOCK);
       } else {
+        int32_t quads[BLOCK / 4]; // so that the compiler need not copy one after the other
         for (int j = 0; j < BLOCK / 4; j++)
-          memcpy(quants + quants_of(to) + quad(j), other.quants + quants_of(from) + quad(j), 4);
+          memcpy(&quads[j], other.quants + quants_of(from) + quad(j), 4);
+        for (int j = 0; j < BLOCK / 4; j++)
+          memcpy(quants + quants_of(to) + quad(j), &quads[j], 4);
         memcpy(fine + to * BLOCK, other.fine + from * BLOCK, BLOCK);
         const int64_t one = scale_index(row, block), its = other.scale_index(from_row, block);
         scales[one] = other.scales[its], sums[one] = other.sums[its];
