@@ -15,17 +15,23 @@ static void add_all() {
   _tile_dpbf16ps(3, 5, 7);
 }
 #elif TENUTO_AVX512
-constexpr int SUMS = 12, EACH = 64; // bytes, to 32 bits
+constexpr int SUMS = 12, EACH = 64;
 typedef __m512i Sum;
+#if TENUTO_VNNI // bytes, to 32 bits
 INLINE Sum add(Sum sum, Sum a, Sum b) { return _mm512_dpbusd_epi32(sum, a, b); }
-#elif TENUTO_AVX_VNNI
-constexpr int SUMS = 12, EACH = 32; // bytes, to 32 bits
-typedef __m256i Sum;
-INLINE Sum add(Sum sum, Sum a, Sum b) { return _mm256_dpbusd_avx_epi32(sum, a, b); }
+#else           // bytes, to 16 bits
+INLINE Sum add(Sum sum, Sum a, Sum b) { return _mm512_add_epi16(sum, _mm512_maddubs_epi16(a, b)); }
+#endif
 #elif !TENUTO_NEON
-constexpr int SUMS = 8, EACH = 32; // bytes, to 16 bits
+constexpr int EACH = 32;
 typedef __m256i Sum;
+#if TENUTO_VNNI // bytes, to 32 bits
+constexpr int SUMS = 12;
+INLINE Sum add(Sum sum, Sum a, Sum b) { return _mm256_dpbusd_avx_epi32(sum, a, b); }
+#else           // bytes, to 16 bits
+constexpr int SUMS = 8;
 INLINE Sum add(Sum sum, Sum a, Sum b) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(a, b)); }
+#endif
 #elif TENUTO_I8MM
 constexpr int SUMS = 16, EACH = 32; // bytes, to 32 bits
 typedef int32x4_t Sum;
@@ -46,7 +52,7 @@ INLINE Sum add(Sum sum, Sum a, Sum b) {
 #if TENUTO_NEON
 #define IN_REGISTER(v) asm volatile("" : "+w"(v))
 #else
-#define IN_REGISTER(v) asm volatile("" : "+x"(v))
+#define IN_REGISTER(v) asm volatile("" : "+v"(v))
 #endif
 
 // Does `rounds` rounds, and returns the number of multiplications.

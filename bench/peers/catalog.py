@@ -169,9 +169,9 @@ def _openvino(kept_as: str, *options: str) -> Command:
 
 
 def _on_lesser(cpu: str) -> Callable[[Setting], Mapping[str, str]]:
-    """Returns the environment in which a program finds the features of a CPU whose best kernels are `cpu`: `avx512`, as
-    Ice Lake and Zen 4 without BF16, `avx2_vnni`, as Alder Lake, or `avx2`, as Zen 3. Raises `CalledProcessError` if
-    there is no C compiler."""
+    """Returns the environment in which a program finds the features of a CPU whose best kernels are `cpu`:
+    `avx512_vnni`, as Ice Lake and Zen 4 without BF16, `avx512`, as Skylake-SP, `avx2_vnni`, as Alder Lake, or `avx2`, as
+    Zen 3. Raises `CalledProcessError` if there is no C compiler."""
 
     def environment(setting: Setting) -> dict[str, str]:
         library = setting.peers / "lesser_cpu.so"
@@ -282,7 +282,8 @@ PEERS = (
         )
         for kernels, feature in (
             ("avx512_bf16", "avx512_bf16"),
-            ("avx512", "avx512_vnni"),
+            ("avx512_vnni", "avx512_vnni"),
+            ("avx512", "avx512bw"),
             ("avx2_vnni", "avx_vnni"),
             ("avx2", "avx2"),
         )
@@ -299,7 +300,8 @@ PEERS = (
             asked=True,
         )
         for cpu, without, feature in (
-            ("avx512", "AVX-512 and VNNI only", "cpuid_fault"),
+            ("avx512_vnni", "AVX-512 and VNNI only", "cpuid_fault"),
+            ("avx512", "AVX-512 without VNNI", "cpuid_fault"),
             ("avx2_vnni", "AVX2 and AVX-VNNI only", "avx_vnni"),
             ("avx2", "AVX2 only", "cpuid_fault"),
         )

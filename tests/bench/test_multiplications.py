@@ -13,7 +13,8 @@ THIS = Machine.this()
 INSTRUCTIONS = {
     "amx": "tdpbf16ps",
     "avx512_bf16": "vpdpbusd",
-    "avx512": "vpdpbusd",
+    "avx512_vnni": "vpdpbusd",
+    "avx512": "vpmaddubsw",
     "avx2_vnni": "vpdpbusd",
     "avx2": "vpmaddubsw",
 }

@@ -20,7 +20,7 @@ NATIVE = [
 """Parameters for all variants; those that cannot run here are skipped."""
 EXACT = next((name for name in VARIANTS if name in HERE.variants() and name != "amx"), "auto")
 """The best variant here with which no bit depends on what else is in a step; see `allowed_behind`."""
-FLOAT32 = ("avx512", "avx2_vnni", "avx2")
+FLOAT32 = ("avx512_vnni", "avx512", "avx2_vnni", "avx2")
 """The variants for x86 that multiply queries and softmax weights as float32."""
 every_variant = pytest.mark.parametrize("variant", NATIVE)
 KERNELS = [*NATIVE, "torch"]

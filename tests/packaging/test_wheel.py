@@ -18,7 +18,7 @@ from tenuto.kernels.native.build import Machine, variant_flags
 
 ROOT = Path(__file__).parents[2]
 HERE = Machine.this()
-X86 = ("amx", "avx512_bf16", "avx512", "avx2_vnni", "avx2")
+X86 = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2")
 NEON = ("neon_bf16", "neon_dot", "neon")
 
 

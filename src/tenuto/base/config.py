@@ -25,7 +25,10 @@ _SIZE = Bounds(0, MAX_COUNT)
 
 DEFAULT_MODEL = "smollm2"
 """SmolLM2-135M-Instruct: a chat model small enough for any CPU."""
-KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2_vnni", "avx2", "neon_bf16", "neon_dot", "neon", "torch")
+KERNELS = (
+    *("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2"),
+    *("neon_bf16", "neon_dot", "neon", "torch"),
+)
 """Choices of kernels: the best variant that the CPU has, one variant of the native kernels, or plain PyTorch."""
 SPECULATE = ("auto", "suffix", "mtp", "off")
 """Choices of guesses besides those of a draft model."""

@@ -7,52 +7,18 @@
 
 #include "attention_blocks.h"
 #include "matmul_input.h"
-#if TENUTO_I8MM
-#include "attention_neon.h"
-#else
-// The products of 16 lanes with coarse and with fine quants. `add` takes four bytes of each lane from each of `VECTORS`
-// vectors, and as many quants.
-struct KeySums {
-  static constexpr int VECTORS = 1;
-
-  void add(const u32x16 (&lanes)[VECTORS], const int8_t *coarse, const int8_t *fine) {
-    coarse_.add<8>(lanes[0], coarse), fine_.add<8>(lanes[0], fine);
-  }
-  i32x16 coarse() const { return coarse_.total<8>(); }
-  i32x16 fine() const { return fine_.total<8>(); }
-
-private:
-  KeyDot coarse_, fine_;
-};
-struct ValueSums {
-  static constexpr int VECTORS = 1;
-
-  void add(const u32x16 (&lanes)[VECTORS], const uint8_t *coarse, const uint8_t *fine) {
-    coarse_.add(lanes[0], coarse), fine_.add(lanes[0], fine);
-  }
-  i32x16 coarse() const { return coarse_.total(); }
-  i32x16 fine() const { return fine_.total(); }
-
-private:
-  UnsignedDot coarse_, fine_;
-};
-#endif
+#include "attention_quants.h"
 
 // The highest quants of queries and of softmax weights.
 constexpr float MAX_QUERY_QUANT = 127.0f * 128.0f, MAX_WEIGHT_QUANT = 127.0f * 129.0f;
-// Keys are stored plus 128, of which `KeyDot` subtracts `OFFSET`. The rest, times the sum of the query's quants, has to
+// Keys are stored plus 128, of which `KeySums` subtract `OFFSET`. The rest, times the sum of the query's quants, has to
 // be subtracted from products.
-constexpr int KEY_OFFSET = 128 - KeyDot::OFFSET;
-
-// Combines the products of coarse and of fine quants, and subtracts `offset`.
-INLINE f32x16 combined(i32x16 coarse, i32x16 fine, uint32_t offset = 0) {
-  return to_float(as<i32x16>((as<u32x16>(coarse) << 7) + as<u32x16>(fine) - offset));
-}
+constexpr int KEY_OFFSET = 128 - KeySums::OFFSET;
 
 // Query rows as quants, [rows][head_dim], and for each part of 32 dimensions the offset to subtract from its products
 // with keys.
 struct QuantizedQueries {
-  alignas(64) int8_t coarse[MAX_GROUPS * LANES * 1024], fine[MAX_GROUPS * LANES * 1024];
+  Quants<MAX_GROUPS * LANES * 1024> quants;
   float scales[MAX_GROUPS * LANES];
   uint32_t offsets[MAX_GROUPS * LANES][1024 / BLOCK];
 
@@ -67,10 +33,9 @@ struct QuantizedQueries {
       for (int part = 0; part * BLOCK < dim; part++) {
         i32x16 sum = {};
         for (int d = part * BLOCK; d < std::min(dim, (part + 1) * BLOCK); d += LANES) {
-          const i32x16 quants = nearest(load_elements(query + d) * inverse), high = (quants + 64) >> 7;
-          store(coarse + r * dim + d, to_bytes(high));
-          store(fine + r * dim + d, to_bytes(quants - (high << 7)));
-          sum += quants;
+          const i32x16 found = nearest(load_elements(query + d) * inverse);
+          quants.set_signed(r * dim + d, found);
+          sum += found;
         }
         offsets[r][part] = (uint32_t)KEY_OFFSET * (uint32_t)(int32_t)sum16(to_float(sum));
       }
@@ -79,12 +44,14 @@ struct QuantizedQueries {
   }
 };
 
+typedef Quants<CHUNK * LANES> WeightQuants; // of the softmax weights of a row for a chunk
+
 // The factors for the values of a row: `correction` for those so far, and `scale` for the quants of a chunk's weights.
 struct ChunkWeights {
   float correction, scale;
 
-  void add(float *to, i32x16 coarse, i32x16 fine) const {
-    store(to, fused(load<f32x16>(to), splat(correction), combined(coarse, fine) * scale));
+  void add(float *to, i32x16 sum) const {
+    store(to, fused(load<f32x16>(to), splat(correction), to_float(sum) * scale));
   }
 };
 
@@ -94,15 +61,14 @@ struct ChunkWeights {
 // A row's result must not depend on the other rows: so this is not inlined (the compiler could round differently), and
 // other places use `fused`.
 static __attribute__((noinline)) ChunkWeights softmax_chunk_int8(const float *scores, const float *value_scales,
-                                                                 float highest, uint8_t *coarse, uint8_t *fine,
-                                                                 int count, PartialAttention &row) {
+                                                                 float highest, WeightQuants &weights, int count,
+                                                                 PartialAttention &row) {
   f32x16 top = splat(MASKED);
   for (int i = 0; i < count; i++)
     top = max16(load<f32x16>(scores + i * LANES), top); // in this order, so that NaN is ignored
   const float scale = highest / MAX_WEIGHT_QUANT, own = whole_above(highest16(top));
   if (own <= MASKED) { // all are masked
-    memset(coarse, 0, count * LANES);
-    memset(fine, 0, count * LANES);
+    weights.clear(count * LANES);
     return {1.0f, 0.0f};
   }
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
@@ -118,13 +84,10 @@ static __attribute__((noinline)) ChunkWeights softmax_chunk_int8(const float *sc
 #pragma GCC unroll 4
     for (int k = 0; k < 4; k++)
       quants[k] = quants_of(i + k);
-    store_split(coarse + i * LANES, fine + i * LANES, quants);
+    weights.set_unsigned(i * LANES, quants);
   }
-  for (; i < count; i++) {
-    const i32x16 quants = quants_of(i);
-    store(coarse + i * LANES, to_bytes(quants >> 7));
-    store(fine + i * LANES, to_bytes(quants & 127));
-  }
+  for (; i < count; i++)
+    weights.set_unsigned(i * LANES, quants_of(i));
   const float max_score = std::max(row.max_score, own);
   const float correction = power_of_two(row.max_score - max_score), kept = power_of_two(own - max_score);
   row = {max_score, row.sum * correction + sum16(sum) * kept};
@@ -160,7 +123,7 @@ INLINE void score_int8(const Cache &cache, const Chunk &chunk, int first, const 
         const int at = (row + r) * dim + d;
 #pragma GCC unroll 8
         for (int b = 0; b < BLOCKS; b++)
-          products[r][b].add(keys[b], queries.coarse + at, queries.fine + at);
+          products[r][b].add(keys[b], queries.quants, at);
       }
     }
 #pragma GCC unroll 8
@@ -168,8 +131,8 @@ INLINE void score_int8(const Cache &cache, const Chunk &chunk, int first, const 
       const f32x16 key_scales = bf16_to_float(KvInt8::scales(cache, chunk.at[first + b], part));
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++)
-        sums[r][b] = fused(combined(products[r][b].coarse(), products[r][b].fine(), queries.offsets[row + r][part]),
-                           key_scales, sums[r][b]);
+        sums[r][b] = fused(to_float(as<i32x16>(products[r][b].total() - queries.offsets[row + r][part])), key_scales,
+                           sums[r][b]);
     }
   }
 #pragma GCC unroll 8
@@ -182,8 +145,7 @@ INLINE void score_int8(const Cache &cache, const Chunk &chunk, int first, const 
 // Does what `add_value_pairs` does, for an INT8 cache.
 template <int ROWS, int WIDTH>
 INLINE void add_values_int8(const Chunk &chunk, const QueryRows &rows, int row, int d, const Chunk *ahead,
-                            const uint8_t (*coarse_weights)[CHUNK * LANES],
-                            const uint8_t (*fine_weights)[CHUNK * LANES], const ChunkWeights *chunk_weights) {
+                            const WeightQuants *weights, const ChunkWeights *chunk_weights) {
   constexpr int VECTORS = ValueSums::VECTORS;
   ValueSums products[ROWS][WIDTH];
   for (int i = 0; i < chunk.count; i++) {
@@ -203,13 +165,12 @@ INLINE void add_values_int8(const Chunk &chunk, const QueryRows &rows, int row, 
       for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < WIDTH; v++)
-          products[r][v].add(lanes[v], &coarse_weights[r][slot], &fine_weights[r][slot]);
+          products[r][v].add(lanes[v], weights[r], slot);
     }
   }
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < WIDTH; v++)
-      chunk_weights[r].add(weighted_values(rows.result(row + r)) + d + v * LANES, products[r][v].coarse(),
-                           products[r][v].fine());
+      chunk_weights[r].add(weighted_values(rows.result(row + r)) + d + v * LANES, as<i32x16>(products[r][v].total()));
 }
 
 // Does what `attend_pairs` does, for an INT8 cache.
@@ -219,7 +180,7 @@ static __attribute__((noinline)) void attend_int8(const Blocks &blocks, const Qu
                                                   const Chunk *ahead, float cap) {
   const Cache &cache = blocks.cache;
   alignas(64) float scores[ROWS][CHUNK * LANES], value_scales[CHUNK * LANES];
-  alignas(64) uint8_t coarse_weights[ROWS][CHUNK * LANES], fine_weights[ROWS][CHUNK * LANES];
+  WeightQuants weights[ROWS];
   const RowEnds<ROWS> ends(rows, row);
   ChunkWeights chunk_weights[ROWS];
   for (int start = from, count; start < to; start += count) {
@@ -231,7 +192,7 @@ static __attribute__((noinline)) void attend_int8(const Blocks &blocks, const Qu
       store(value_scales + i * LANES, scales), most = max16(most, scales);
     }
     const float highest = highest16(most);
-    for_parts<blocks_at_once(2 * ROWS)>(count, [&](int i, auto so_many) {
+    for_parts<blocks_at_once(KeySums::COUNT * ROWS)>(count, [&](int i, auto so_many) {
       score_int8<ROWS, decltype(so_many)::value>(cache, chunk, i, queries, row, ahead, scores);
     });
     for (int r = 0; r < ROWS; r++) {
@@ -240,11 +201,10 @@ static __attribute__((noinline)) void attend_int8(const Blocks &blocks, const Qu
         soft_cap(cap, scores[r], count, 1);
       chunk_weights[r] =
           softmax_chunk_int8(scores[r], value_scales, masked ? ends.highest(chunk, r, value_scales) : highest,
-                             coarse_weights[r], fine_weights[r], count, *rows.result(row + r));
+                             weights[r], count, *rows.result(row + r));
     }
-    for_parts<values_at_once(2 * ROWS)>(rows.head_dim / LANES, [&](int vector, auto so_many) {
-      add_values_int8<ROWS, decltype(so_many)::value>(chunk, rows, row, vector * LANES, ahead, coarse_weights,
-                                                      fine_weights, chunk_weights);
+    for_parts<values_at_once(ValueSums::COUNT * ROWS)>(rows.head_dim / LANES, [&](int vector, auto so_many) {
+      add_values_int8<ROWS, decltype(so_many)::value>(chunk, rows, row, vector * LANES, ahead, weights, chunk_weights);
     });
   }
 }

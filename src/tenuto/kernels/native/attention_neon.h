@@ -51,20 +51,22 @@ INLINE void add_values_by_two(const Chunk &chunk, const QueryRows &rows, int row
   }
 }
 
-// As in `attention_int8.h`, with an instruction that takes eight bytes of two lanes, and coarse quants as one row and
+// As in `attention_quants.h`, with an instruction that takes eight bytes of two lanes, and coarse quants as one row and
 // fine ones as the other: for lanes 2 k and 2 k + 1, {lane, coarse or fine}. Bytes of keys are unsigned and quants
 // signed; bytes of values are signed, and quants below 128.
 template <bool KEYS> class SplitSums {
 public:
-  static constexpr int VECTORS = 2;
+  static constexpr int OFFSET = 0, VECTORS = 2, COUNT = 2;
 
-  void add(const u32x16 (&lanes)[VECTORS], const void *coarse, const void *fine) {
-    const int8x16_t quants = vcombine_s8(load<int8x8_t>(coarse), load<int8x8_t>(fine));
+  template <class Quants> void add(const u32x16 (&lanes)[VECTORS], const Quants &of, int at) {
+    const int8x16_t quants = vcombine_s8(load<int8x8_t>(of.coarse + at), load<int8x8_t>(of.fine + at));
     const u32x16 low = interleaved<0>(lanes[0], lanes[1]), high = interleaved<1>(lanes[0], lanes[1]);
     add(low_, low, quants), add(high_, high, quants);
   }
-  i32x16 coarse() const { return as<i32x16>(separated(as<u32x16>(low_), as<u32x16>(high_), false)); }
-  i32x16 fine() const { return as<i32x16>(separated(as<u32x16>(low_), as<u32x16>(high_), true)); }
+  u32x16 total() const {
+    return (separated(as<u32x16>(low_), as<u32x16>(high_), false) << 7) +
+           separated(as<u32x16>(low_), as<u32x16>(high_), true);
+  }
 
 private:
   static void add(i32x16 &to, u32x16 lanes, int8x16_t quants) {

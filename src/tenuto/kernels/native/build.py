@@ -25,12 +25,14 @@ _FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
 )
 _AVX2 = ("avx2", "fma", "f16c")
-_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")
-_AVX512_BF16 = (*_AVX512, "avx512bf16")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+_AVX512_VNNI = (*_AVX512, "avx512vnni")
+_AVX512_BF16 = (*_AVX512_VNNI, "avx512bf16")
 _NEON_DOT = ("simd", "dotprod")
 VARIANTS = {
     "amx": (*_AVX512_BF16, "avx512vbmi", "amx-tile", "amx-int8", "amx-bf16"),
     "avx512_bf16": _AVX512_BF16,
+    "avx512_vnni": _AVX512_VNNI,
     "avx512": _AVX512,
     "avx2_vnni": (*_AVX2, "avxvnni"),
     "avx2": _AVX2,

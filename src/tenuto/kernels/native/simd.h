@@ -10,6 +10,10 @@
 #include "vectors_avx2.h"
 #endif
 
+#if TENUTO_WORDS
+#include "plain_dots.h"
+#endif
+
 #if !TENUTO_NEON
 // Returns the higher four bits of each byte.
 INLINE u32x16 high_nibbles(u32x16 v) { return v >> 4 & 0x0F0F0F0Fu; }

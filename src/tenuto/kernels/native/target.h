@@ -11,11 +11,16 @@
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(__AVX512BW__)
 #define TENUTO_AVX512 1
 #endif
-#if defined(__AVXVNNI__)
-#define TENUTO_AVX_VNNI 1
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define TENUTO_VNNI 1
+#endif
+#if !defined(__aarch64__) && !TENUTO_VNNI // quants of 15 bits are multiplied as words: as bytes, it would take longer
+#define TENUTO_WORDS 1
+#else
+#define TENUTO_WORDS 0
 #endif
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define TENUTO_BF16 1

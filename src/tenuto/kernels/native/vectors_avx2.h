@@ -30,6 +30,7 @@ TENUTO_OPERATOR(*)
 TENUTO_OPERATOR(/)
 TENUTO_OPERATOR(&)
 TENUTO_OPERATOR(|)
+TENUTO_OPERATOR(^)
 TENUTO_OPERATOR(<<)
 TENUTO_OPERATOR(>>)
 TENUTO_OPERATOR(<)
@@ -112,12 +113,6 @@ INLINE i8x16 to_bytes(i32x16 v) { // lanes must fit 8 bits
   return (i8x16)_mm_packs_epi16(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
 }
 
-INLINE __m256i four_bytes(const void *p) { // in each lane
-  int32_t quad;
-  memcpy(&quad, p, 4);
-  return _mm256_set1_epi32(quad);
-}
-
 // Returns `sum`, and makes the compiler have it in a register. Otherwise it computes all products of a block first, or
 // all its weights, for which there are too few registers, and adds them up from memory.
 INLINE __m256i added(__m256i sum) {
@@ -125,7 +120,13 @@ INLINE __m256i added(__m256i sum) {
   return sum;
 }
 
-#if TENUTO_AVX_VNNI
+#if TENUTO_VNNI
+INLINE __m256i four_bytes(const void *p) { // in each lane
+  int32_t quad;
+  memcpy(&quad, p, 4);
+  return _mm256_set1_epi32(quad);
+}
+
 // The dot products of a block of unsigned weights of `BITS` bits with signed inputs. A vector has 4 weights, of
 // neighbouring inputs, for each of 16 outputs. The instruction adds four products to a lane. It takes weights of 8 bits
 // as unsigned, so what they have too much is subtracted from the sums. Thus products are those of plain AVX2, bit by
@@ -162,54 +163,45 @@ struct UnsignedDot {
   i32x16 total() const { return {(i32x8)low, (i32x8)high}; }
 };
 #else
-// The dot products of a block of unsigned weights of `BITS` bits with signed inputs above -128. A vector has 4 weights,
-// of neighbouring inputs, for each of 16 outputs. The instruction adds pairs of products into 16 bits. Weights of at
-// most 4 bits leave room for the sums of a whole block. Weights of 8 bits are made signed first, and their signs are
-// moved to the inputs.
-struct Dot {
-  static constexpr int OFFSET = 128; // subtracted from 8-bit weights
-  __m256i low = {}, high = {};
+// Calls a function of vectors of 32 bytes for both halves.
+template <class To, class Use, class... V> INLINE Twice<To> both(Use use, Twice<V>... v) {
+  return {(To)use((__m256i)v.low...), (To)use((__m256i)v.high...)};
+}
+INLINE i32x16 added(i32x16 v) { return {(i32x8)added((__m256i)v.low), (i32x8)added((__m256i)v.high)}; }
 
-  // Adds to lane n the dot product of the four bytes w[4 n ...] and the four bytes at `x`.
-  template <int BITS> void add(u32x16 w, const int8_t *x) {
-    const __m256i inputs = four_bytes(x);
-    low = with<BITS>(low, (__m256i)w.low, inputs), high = with<BITS>(high, (__m256i)w.high, inputs);
-  }
-  template <int BITS> i32x16 total() const {
-    if (BITS > 4)
-      return {(i32x8)low, (i32x8)high};
-    const __m256i ones = _mm256_set1_epi16(1);
-    return {(i32x8)_mm256_madd_epi16(low, ones), (i32x8)_mm256_madd_epi16(high, ones)};
-  }
-
-private:
-  template <int BITS> static __m256i with(__m256i sum, __m256i w, __m256i x) {
-    if (BITS <= 4)
-      return added(_mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x)));
-    if (BITS == 8) {
-      const __m256i q = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
-      w = _mm256_abs_epi8(q), x = _mm256_sign_epi8(x, q);
-    }
-    return added(_mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1))));
-  }
-};
-typedef Dot KeyDot;
-
-// The dot products of signed bytes, four for each of 16 lanes, with the four unsigned bytes below 128 at `x`.
-struct UnsignedDot {
-  __m256i low = {}, high = {};
-
-  void add(u32x16 w, const uint8_t *x) {
-    const __m256i inputs = four_bytes(x), ones = _mm256_set1_epi16(1);
-    low = added(_mm256_add_epi32(low, _mm256_madd_epi16(_mm256_maddubs_epi16(inputs, (__m256i)w.low), ones)));
-    high = added(_mm256_add_epi32(high, _mm256_madd_epi16(_mm256_maddubs_epi16(inputs, (__m256i)w.high), ones)));
-  }
-  i32x16 total() const { return {(i32x8)low, (i32x8)high}; }
-};
+// Each lane below has four bytes or two words.
+// Returns the products of unsigned and signed bytes, those of two neighbours added up in a word.
+INLINE i32x16 byte_products(u32x16 a, u32x16 b) {
+  return both<i32x8>([](__m256i a, __m256i b) { return _mm256_maddubs_epi16(a, b); }, a, b);
+}
+// Returns the sums of the products of words.
+INLINE i32x16 word_products(u32x16 a, u32x16 b) {
+  return both<i32x8>([](__m256i a, __m256i b) { return _mm256_madd_epi16(a, b); }, a, b);
+}
+INLINE i32x16 add_words(i32x16 a, i32x16 b) {
+  return both<i32x8>([](__m256i a, __m256i b) { return _mm256_add_epi16(a, b); }, a, b);
+}
+INLINE u32x16 sizes_of_bytes(u32x16 v) {
+  return both<u32x8>([](__m256i v) { return _mm256_abs_epi8(v); }, v);
+}
+// Changes the signs of bytes where those of `q` are negative.
+INLINE u32x16 with_signs(u32x16 v, u32x16 q) {
+  return both<u32x8>([](__m256i v, __m256i q) { return _mm256_sign_epi8(v, q); }, v, q);
+}
+// Returns bytes `order[i]` of each 16, or 0 where that is negative.
+INLINE u32x16 reordered(u32x16 v, const int8_t (&order)[16]) {
+  const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)order));
+  return both<u32x8>([twice](__m256i v) { return _mm256_shuffle_epi8(v, twice); }, v);
+}
+// Divides signed words by 256, and rounds down.
+INLINE u32x16 high_bytes(u32x16 v) {
+  return both<u32x8>([](__m256i v) { return _mm256_srai_epi16(v, 8); }, v);
+}
 #endif
 
 // As in `vectors_avx512.h`.
-constexpr int MATMUL_ROWS = 4, UNPACKED_ROWS = 16, ATTENTION_ROWS = 5, INT8_ATTENTION_ROWS = 2, FEW_ROWS = 5;
+constexpr int MATMUL_ROWS = 4, UNPACKED_ROWS = 16, ATTENTION_ROWS = 5, INT8_ATTENTION_ROWS = TENUTO_WORDS ? 4 : 2,
+              FEW_ROWS = 5;
 constexpr int MOST_PANELS = 1, PANELS_AT_ONCE = 1;
 constexpr int blocks_at_once(int rows) { return rows > 2 ? 1 : 2; }
 constexpr int values_at_once(int rows) { return rows > 3 ? 1 : 2; }

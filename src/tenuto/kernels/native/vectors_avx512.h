@@ -74,6 +74,7 @@ INLINE f32x16 dot_bf16(f32x16 acc, u32x16 a, uint32_t b) {
 }
 #endif
 
+#if TENUTO_VNNI
 // The dot products of a block of unsigned weights with signed inputs. A vector has 4 weights, of neighbouring inputs,
 // for each of 16 outputs.
 struct Dot {
@@ -101,11 +102,29 @@ struct UnsignedDot {
   }
   i32x16 total() const { return sum; }
 };
+#else
+// As in `vectors_avx2.h`.
+INLINE i32x16 added(i32x16 sum) {
+  asm("" : "+v"(sum));
+  return sum;
+}
+INLINE i32x16 byte_products(u32x16 a, u32x16 b) { return (i32x16)_mm512_maddubs_epi16((__m512i)a, (__m512i)b); }
+INLINE i32x16 word_products(u32x16 a, u32x16 b) { return (i32x16)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+INLINE i32x16 add_words(i32x16 a, i32x16 b) { return (i32x16)_mm512_add_epi16((__m512i)a, (__m512i)b); }
+INLINE u32x16 sizes_of_bytes(u32x16 v) { return (u32x16)_mm512_abs_epi8((__m512i)v); }
+INLINE u32x16 with_signs(u32x16 v, u32x16 q) {
+  return (u32x16)_mm512_mask_sub_epi8((__m512i)v, _mm512_movepi8_mask((__m512i)q), __m512i{}, (__m512i)v);
+}
+INLINE u32x16 reordered(u32x16 v, const int8_t (&order)[16]) {
+  return (u32x16)_mm512_shuffle_epi8((__m512i)v, _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)order)));
+}
+INLINE u32x16 high_bytes(u32x16 v) { return (u32x16)_mm512_srai_epi16((__m512i)v, 8); }
+#endif
 
 // The number of input rows that a product takes at once: the sums of a block fit into the registers, beside them those
 // of all blocks do not, but they are needed only once a block. The numbers of query rows whose sums fit; `FEW_ROWS`
 // where there are not as many.
-constexpr int MATMUL_ROWS = 16, ATTENTION_ROWS = 12, INT8_ATTENTION_ROWS = 6, FEW_ROWS = 6;
+constexpr int MATMUL_ROWS = 16, ATTENTION_ROWS = 12, INT8_ATTENTION_ROWS = TENUTO_WORDS ? 8 : 6, FEW_ROWS = 6;
 // AMD's CPUs unpack while they multiply, and load as much as they multiply: so they never unpack a panel first, but
 // multiply two small ones at once. Others unpack from a number of rows on.
 static const bool IS_AMD = [] {
