@@ -16,8 +16,13 @@ PROBE = """
 #include "attention_quants.h"
 template <int BITS> static void sum(const uint8_t *w, const int8_t *x, int32_t *to) {
   Dot dot;
-  for (int j = 0; j < 8; j++)
-    dot.add<BITS>(load<u32x16>(w + 64 * j), x + 4 * j);
+  constexpr int QUADS = quads_at_once(BITS);
+  for (int j = 0; j < 8; j += QUADS) {
+    u32x16 quads[QUADS];
+    for (int q = 0; q < QUADS; q++)
+      quads[q] = load<u32x16>(w + 64 * (j + q));
+    add_quads<BITS>(dot, quads, x + 4 * j);
+  }
   store(to, dot.total<BITS>());
 }
 template <class Sums> static void sum_quants(const uint8_t *w, const Quants<32> &x, uint32_t *to) {

@@ -40,7 +40,7 @@ INLINE f32x16 add_block(f32x16 acc, i32x16 sum, Scales w, float scale, float qua
 template <class Format, int ROWS, int PANELS>
 static __attribute__((noinline)) void quantized_rows(const Panel *panels, const Input &x, int tile, int from, int valid,
                                                      float *out, int64_t apart, Upcoming *upcoming) {
-  constexpr int BITS = Format::BITS, PARTS = Format::PARTS;
+  constexpr int BITS = Format::BITS, PARTS = Format::PARTS, QUADS = quads_at_once(BITS);
   const int blocks = x.blocks;
   static_assert(ROWS == 1 || !TENUTO_I8MM, "see `Input::quants_of`");
   int64_t at = (int64_t)tile * blocks * LANES + from;
@@ -63,18 +63,20 @@ static __attribute__((noinline)) void quantized_rows(const Panel *panels, const 
     for (int part = 0; part < PARTS; part++) {
       Dot dots[PANELS][ROWS], fine[PANELS][ROWS];
 #pragma GCC unroll 8
-      for (int j = part * (8 / PARTS); j < (part + 1) * (8 / PARTS); j++) {
-        u32x16 w[PANELS];
+      for (int j = part * (8 / PARTS); j < (part + 1) * (8 / PARTS); j += QUADS) {
+        u32x16 w[PANELS][QUADS];
 #pragma GCC unroll 2
         for (int p = 0; p < PANELS; p++)
-          w[p] = Format::quads(panels[p].block<Format>(b), j);
+#pragma GCC unroll 4
+          for (int q = 0; q < QUADS; q++)
+            w[p][q] = Format::quads(panels[p].block<Format>(b), j + q);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
           for (int p = 0; p < PANELS; p++) {
-            dots[p][r].template add<BITS>(w[p], quants + r * BLOCK + Input::quad(j));
+            add_quads<BITS>(dots[p][r], w[p], quants + r * BLOCK + Input::quad(j));
             if (ALWAYS_15_BITS)
-              fine[p][r].template add<BITS>(w[p], x.fine + (at + r) * BLOCK + 4 * j);
+              add_quads<BITS>(fine[p][r], w[p], x.fine + (at + r) * BLOCK + 4 * j);
           }
       }
       Scales s[PANELS];

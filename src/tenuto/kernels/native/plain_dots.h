@@ -45,6 +45,22 @@ struct Dot {
   template <int BITS> i32x16 total() const { return BITS > 4 ? sum : word_sums(sum); }
 };
 
+// The number of quads whose products are added up in 16 bits before they are added to a sum.
+constexpr int quads_at_once(int bits) { return bits == 5 ? QUADS_OF_5_BITS : bits == 6 ? 2 : 1; }
+// Adds the products of quads and the inputs at `x`, in this order.
+template <int BITS, int COUNT> INLINE void add_quads(Dot &dot, const u32x16 (&w)[COUNT], const int8_t *x) {
+  if constexpr (COUNT == 1) {
+    dot.add<BITS>(w[0], x);
+  } else {
+    static_assert(2 * COUNT * 127 * ((1 << BITS) - 1) < 32768, "sums must fit 16 bits");
+    i32x16 words = byte_products(w[0], four_bytes(x));
+#pragma GCC unroll 4
+    for (int i = 1; i < COUNT; i++)
+      words = add_words(words, byte_products(w[i], four_bytes(x + 4 * i)));
+    dot.sum = added(dot.sum + word_sums(words));
+  }
+}
+
 // The dot products of four words in each of 16 lanes with the four words at `x`. Sums must fit 32 bits.
 struct WordDot {
   i32x16 sum = {};

@@ -12,6 +12,10 @@
 
 #if TENUTO_WORDS
 #include "plain_dots.h"
+#else
+// As in `plain_dots.h`.
+constexpr int quads_at_once(int) { return 1; }
+template <int BITS> INLINE void add_quads(Dot &dot, const u32x16 (&w)[1], const int8_t *x) { dot.add<BITS>(w[0], x); }
 #endif
 
 #if !TENUTO_NEON

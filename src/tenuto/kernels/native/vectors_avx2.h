@@ -167,6 +167,8 @@ struct UnsignedDot {
 template <class To, class Use, class... V> INLINE Twice<To> both(Use use, Twice<V>... v) {
   return {(To)use((__m256i)v.low...), (To)use((__m256i)v.high...)};
 }
+constexpr int QUADS_OF_5_BITS = 2; // see `quads_at_once`
+
 INLINE i32x16 added(i32x16 v) { return {(i32x8)added((__m256i)v.low), (i32x8)added((__m256i)v.high)}; }
 
 // Each lane below has four bytes or two words.

@@ -104,6 +104,7 @@ struct UnsignedDot {
 };
 #else
 // As in `vectors_avx2.h`.
+constexpr int QUADS_OF_5_BITS = 4;
 INLINE i32x16 added(i32x16 sum) {
   asm("" : "+v"(sum));
   return sum;
