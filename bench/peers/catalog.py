@@ -170,8 +170,8 @@ def _openvino(kept_as: str, *options: str) -> Command:
 
 def _on_lesser(cpu: str) -> Callable[[Setting], Mapping[str, str]]:
     """Returns the environment in which a program finds the features of a CPU whose best kernels are `cpu`:
-    `avx512_vnni`, as Ice Lake and Zen 4 without BF16, `avx512`, as Skylake-SP, `avx2_vnni`, as Alder Lake, or `avx2`, as
-    Zen 3. Raises `CalledProcessError` if there is no C compiler."""
+    `avx512_vnni`, as Ice Lake and Zen 4 without BF16, `avx512`, as Skylake-SP, `avx2_vnni`, as Alder Lake, or `avx2`,
+    as Zen 3. Raises `CalledProcessError` if there is no C compiler."""
 
     def environment(setting: Setting) -> dict[str, str]:
         library = setting.peers / "lesser_cpu.so"
