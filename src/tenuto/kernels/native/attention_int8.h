@@ -1,13 +1,12 @@
-// Attention to the quants of an INT8 cache with integer products, without unpacking. Queries and softmax weights are
-// rounded to quants of 15 and 14 bits, 128 * coarse + fine, so that they lose much less than keys and values have lost.
+// Attention to the quants of an INT8 cache with integer products. Queries and softmax weights are rounded to quants of
+// 15 and 14 bits, so that they lose much less than keys and values have lost.
 // Tiles would be no faster: computing softmax weights takes longer than the products.
 #pragma once
 
 #include <type_traits>
 
-#include "attention_blocks.h"
-#include "matmul_input.h"
 #include "attention_quants.h"
+#include "matmul_input.h"
 
 // The highest quants of queries and of softmax weights.
 constexpr float MAX_QUERY_QUANT = 127.0f * 128.0f, MAX_WEIGHT_QUANT = 127.0f * 129.0f;

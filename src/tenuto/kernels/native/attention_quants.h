@@ -4,8 +4,8 @@
 
 #include "attention_blocks.h"
 
-// COUNT quants, [128 * coarse + fine] or words, whichever is multiplied faster. `set_unsigned` takes numbers from 0 to
-// 2^14 - 1.
+// COUNT quants, as words or as the two bytes of 128 * coarse + fine: the CPU multiplies one of these faster.
+// `set_unsigned` takes numbers from 0 to 2^14 - 1.
 #if TENUTO_WORDS
 template <int COUNT> struct Quants {
   alignas(64) int16_t words[COUNT];

@@ -1,5 +1,5 @@
-// Dot products of bytes, and of words, on x86-64 CPUs without VNNI. An instruction adds pairs of products of bytes into
-// 16 bits, and another pairs of products of words into 32.
+// Dot products of bytes, and of words, on x86-64 CPUs without VNNI. One instruction adds pairs of products of bytes
+// into 16 bits, and another adds pairs of products of words into 32.
 #pragma once
 
 #include <cstring>
@@ -45,9 +45,9 @@ struct Dot {
   template <int BITS> i32x16 total() const { return BITS > 4 ? sum : word_sums(sum); }
 };
 
-// The number of quads whose products are added up in 16 bits before they are added to a sum.
+// The number of quads that `add_quads` takes: those whose products fit 16 bits when they are added up.
 constexpr int quads_at_once(int bits) { return bits == 5 ? QUADS_OF_5_BITS : bits == 6 ? 2 : 1; }
-// Adds the products of quads and the inputs at `x`, in this order.
+// Adds the products of COUNT quads of weights and the inputs at `x`.
 template <int BITS, int COUNT> INLINE void add_quads(Dot &dot, const u32x16 (&w)[COUNT], const int8_t *x) {
   if constexpr (COUNT == 1) {
     dot.add<BITS>(w[0], x);

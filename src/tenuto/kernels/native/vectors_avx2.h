@@ -163,15 +163,14 @@ struct UnsignedDot {
   i32x16 total() const { return {(i32x8)low, (i32x8)high}; }
 };
 #else
+// What `plain_dots.h` is made of. A lane has four bytes or two words.
+constexpr int QUADS_OF_5_BITS = 2; // see `quads_at_once`
+
 // Calls a function of vectors of 32 bytes for both halves.
 template <class To, class Use, class... V> INLINE Twice<To> both(Use use, Twice<V>... v) {
   return {(To)use((__m256i)v.low...), (To)use((__m256i)v.high...)};
 }
-constexpr int QUADS_OF_5_BITS = 2; // see `quads_at_once`
-
 INLINE i32x16 added(i32x16 v) { return {(i32x8)added((__m256i)v.low), (i32x8)added((__m256i)v.high)}; }
-
-// Each lane below has four bytes or two words.
 // Returns the products of unsigned and signed bytes, those of two neighbours added up in a word.
 INLINE i32x16 byte_products(u32x16 a, u32x16 b) {
   return both<i32x8>([](__m256i a, __m256i b) { return _mm256_maddubs_epi16(a, b); }, a, b);
