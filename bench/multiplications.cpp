@@ -17,18 +17,22 @@ static void add_all() {
 #elif TENUTO_AVX512
 constexpr int SUMS = 12, EACH = 64;
 typedef __m512i Sum;
-#if TENUTO_VNNI // bytes, to 32 bits
+#if TENUTO_VNNI
+// Bytes, to 32 bits.
 INLINE Sum add(Sum sum, Sum a, Sum b) { return _mm512_dpbusd_epi32(sum, a, b); }
-#else           // bytes, to 16 bits
+#else
+// Bytes, to 16 bits.
 INLINE Sum add(Sum sum, Sum a, Sum b) { return _mm512_add_epi16(sum, _mm512_maddubs_epi16(a, b)); }
 #endif
 #elif !TENUTO_NEON
 constexpr int EACH = 32;
 typedef __m256i Sum;
-#if TENUTO_VNNI // bytes, to 32 bits
+#if TENUTO_VNNI
+// Bytes, to 32 bits.
 constexpr int SUMS = 12;
 INLINE Sum add(Sum sum, Sum a, Sum b) { return _mm256_dpbusd_avx_epi32(sum, a, b); }
-#else           // bytes, to 16 bits
+#else
+// Bytes, to 16 bits.
 constexpr int SUMS = 8;
 INLINE Sum add(Sum sum, Sum a, Sum b) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(a, b)); }
 #endif

@@ -1,9 +1,8 @@
 // A library to preload, by which a program finds a lesser CPU: without AMX and the 16-bit floats of AVX-512, with
 // BENCH_CPU=avx512 also without VNNI and what came with it or later, with BENCH_CPU=avx2_vnni without AVX-512, and with
-// BENCH_CPU=avx2 without AVX-512 and AVX-VNNI. Linux makes the instruction
-// CPUID fault, if the CPU can ("cpuid_fault" in /proc/cpuinfo), and the handler carries it out and clears bits. Their
-// numbers are those of Intel's Software Developer's Manual, volume 2A, CPUID, leaf 7. What was compiled for this CPU, or
-// reads /proc/cpuinfo, notices nothing.
+// BENCH_CPU=avx2 without AVX-512 and AVX-VNNI. Linux makes the instruction CPUID fault, if the CPU can ("cpuid_fault" in
+// /proc/cpuinfo), and the handler carries it out and clears bits. Their numbers are those of Intel's Software
+// Developer's Manual, volume 2A, CPUID, leaf 7. What was compiled for this CPU, or reads /proc/cpuinfo, notices nothing.
 #define _GNU_SOURCE
 #include <cpuid.h>
 #include <signal.h>

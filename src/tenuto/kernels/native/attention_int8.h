@@ -191,7 +191,7 @@ static __attribute__((noinline)) void attend_int8(const Blocks &blocks, const Qu
       store(value_scales + i * LANES, scales), most = max16(most, scales);
     }
     const float highest = highest16(most);
-    for_parts<blocks_at_once(KeySums::COUNT * ROWS)>(count, [&](int i, auto so_many) {
+    for_parts<blocks_at_once(KeySums::SUMS * ROWS)>(count, [&](int i, auto so_many) {
       score_int8<ROWS, decltype(so_many)::value>(cache, chunk, i, queries, row, ahead, scores);
     });
     for (int r = 0; r < ROWS; r++) {
@@ -202,7 +202,7 @@ static __attribute__((noinline)) void attend_int8(const Blocks &blocks, const Qu
           softmax_chunk_int8(scores[r], value_scales, masked ? ends.highest(chunk, r, value_scales) : highest,
                              weights[r], count, *rows.result(row + r));
     }
-    for_parts<values_at_once(ValueSums::COUNT * ROWS)>(rows.head_dim / LANES, [&](int vector, auto so_many) {
+    for_parts<values_at_once(ValueSums::SUMS * ROWS)>(rows.head_dim / LANES, [&](int vector, auto so_many) {
       add_values_int8<ROWS, decltype(so_many)::value>(chunk, rows, row, vector * LANES, ahead, weights, chunk_weights);
     });
   }

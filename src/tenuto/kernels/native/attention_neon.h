@@ -56,7 +56,7 @@ INLINE void add_values_by_two(const Chunk &chunk, const QueryRows &rows, int row
 // signed; bytes of values are signed, and quants below 128.
 template <bool KEYS> class SplitSums {
 public:
-  static constexpr int OFFSET = 0, VECTORS = 2, COUNT = 2;
+  static constexpr int OFFSET = 0, VECTORS = 2, SUMS = 2;
 
   template <class Quants> void add(const u32x16 (&lanes)[VECTORS], const Quants &of, int at) {
     const int8x16_t quants = vcombine_s8(load<int8x8_t>(of.coarse + at), load<int8x8_t>(of.fine + at));

@@ -36,33 +36,24 @@ template <int COUNT> struct Quants {
 #include "attention_neon.h"
 #else
 // The sums of the products of keys, or of values, with quants, for 16 lanes. `add` takes four bytes of each lane from
-// each of `VECTORS` vectors, and as many quants. A row of quants takes COUNT sums at once.
+// each of `VECTORS` vectors, and as many quants. A row has `SUMS` sums in registers.
 #if TENUTO_WORDS
-struct KeySums {
-  static constexpr int OFFSET = 0, VECTORS = 1, COUNT = 1;
+template <bool KEYS> struct WordSums {
+  static constexpr int OFFSET = 0, VECTORS = 1, SUMS = 1;
 
   template <class Quants> void add(const u32x16 (&lanes)[VECTORS], const Quants &quants, int at) {
-    dot_.add(unsigned_words(lanes[0]), quants.words + at);
+    dot_.add(KEYS ? unsigned_words(lanes[0]) : signed_words(lanes[0]), quants.words + at);
   }
   u32x16 total() const { return as<u32x16>(dot_.sum); }
 
 private:
   WordDot dot_;
 };
-struct ValueSums {
-  static constexpr int VECTORS = 1, COUNT = 1;
-
-  template <class Quants> void add(const u32x16 (&lanes)[VECTORS], const Quants &quants, int at) {
-    dot_.add(signed_words(lanes[0]), quants.words + at);
-  }
-  u32x16 total() const { return as<u32x16>(dot_.sum); }
-
-private:
-  WordDot dot_;
-};
+typedef WordSums<true> KeySums;
+typedef WordSums<false> ValueSums;
 #else
 struct KeySums {
-  static constexpr int OFFSET = KeyDot::OFFSET, VECTORS = 1, COUNT = 2;
+  static constexpr int OFFSET = KeyDot::OFFSET, VECTORS = 1, SUMS = 2;
 
   template <class Quants> void add(const u32x16 (&lanes)[VECTORS], const Quants &quants, int at) {
     coarse_.add<8>(lanes[0], quants.coarse + at), fine_.add<8>(lanes[0], quants.fine + at);
@@ -73,7 +64,7 @@ private:
   KeyDot coarse_, fine_;
 };
 struct ValueSums {
-  static constexpr int VECTORS = 1, COUNT = 2;
+  static constexpr int VECTORS = 1, SUMS = 2;
 
   template <class Quants> void add(const u32x16 (&lanes)[VECTORS], const Quants &quants, int at) {
     coarse_.add(lanes[0], (const uint8_t *)quants.coarse + at), fine_.add(lanes[0], (const uint8_t *)quants.fine + at);

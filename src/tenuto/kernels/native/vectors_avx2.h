@@ -163,7 +163,7 @@ struct UnsignedDot {
   i32x16 total() const { return {(i32x8)low, (i32x8)high}; }
 };
 #else
-// What `plain_dots.h` is made of. A lane has four bytes or two words.
+// The instructions for `plain_dots.h`. A lane has four bytes or two words.
 constexpr int QUADS_OF_5_BITS = 2; // see `quads_at_once`
 
 // Calls a function of vectors of 32 bytes for both halves.
