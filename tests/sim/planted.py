@@ -49,7 +49,7 @@ Catcher = int | str
 """The seed of a world, or the id of a test."""
 
 WORLD_STEPS = 150
-CPU_SECONDS = 15
+CPU_SECONDS = 8
 """Processor time allowed for a world or a story, many times what any needs, so that endless steps are found."""
 SECONDS = 60
 """The wall-clock time allowed."""
@@ -162,7 +162,7 @@ def _plant_and_look(job: Job) -> Outcome:
     gc.freeze()  # so that collections neither look at the modules loaded before the fork nor copy their pages
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    signal.signal(signal.SIGVTALRM, _give_up)
+    signal.signal(signal.SIGPROF, _give_up)
     signal.signal(signal.SIGALRM, _give_up)
     began = process_time()
     if isinstance(job.known, str):
@@ -197,7 +197,7 @@ def plant(planted: Planted) -> None:
 
 
 def _set_timers() -> None:
-    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, 1)
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS, 1)
     signal.setitimer(signal.ITIMER_REAL, SECONDS, 1)
 
 
