@@ -70,7 +70,7 @@ public:
     for (auto &layers : attention_)
       layers->lay_out();
     work_.team.run([&](int member) {
-      double began = Team::seconds();
+      double began = seconds();
       foresee(step.first_op, step.end_op, work_.members[member]);
       for (int i = step.first_op; i < step.end_op; i++) {
         const TenutoOp &op = ops_[i];
@@ -84,7 +84,7 @@ public:
           foresee(i + 1, step.end_op, work_.members[member]);
         work_.team.barrier();
         if (member == 0) {
-          const double ended = Team::seconds();
+          const double ended = seconds();
           step.op_seconds[op.kind] += ended - began;
           began = ended;
         }

@@ -1,7 +1,8 @@
 // A team of threads that computes one step after another. Within a step its members meet at barriers, and take tasks
-// from counters. Between steps they spin briefly and then sleep, so that an idle server uses no CPU time. Each begins a
-// step on a CPU without an earlier one, if it can: if another process uses a CPU, the system may wake two members on
-// the same one, and let them take turns there for a tenth of a second, in which steps take twice as long.
+// from counters. Where they wait they spin briefly and then sleep, so that an idle server uses no CPU time, and a
+// member that waits takes none from one that works. Each begins a step on a CPU without an earlier one, if it can: if
+// another process uses a CPU, the system may wake two members on the same one, and let them take turns there for a
+// tenth of a second, in which steps take twice as long.
 #pragma once
 
 #include <atomic>
@@ -24,22 +25,58 @@
 
 #include "simd.h"
 
-// Lets threads sleep until a number changes.
-class Sleep {
+// Returns seconds since a fixed moment, unaffected by changes of the clock.
+inline double seconds() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// A number that threads wait for to grow. They spin for a moment, and then sleep: whoever they wait for may need the
+// CPU.
+class Awaited {
 public:
-  // Returns when `number` may differ from `seen`.
-  void until_changed(std::atomic<int> &number, int seen) {
+  int value() const { return number_.load(std::memory_order_relaxed); }
+
+  // Adds one. Whoever waited then sees all that was written before.
+  void grow() {
+    number_.fetch_add(1, std::memory_order_seq_cst);
+    if (sleeping_.load(std::memory_order_seq_cst) > 0)
+      wake_all();
+  }
+
+  // Waits until the number differs from `seen`.
+  void wait(int seen) {
+    double until = 0;
+    for (int spins = 1; number_.load(std::memory_order_acquire) == seen; spins++) {
+      pause_spinning();
+      if (spins == 64) {
+        until = seconds() + SPIN_SECONDS;
+      } else if (spins % 64 == 0 && seconds() > until) {
+        sleeping_.fetch_add(1, std::memory_order_seq_cst);
+        while (number_.load(std::memory_order_seq_cst) == seen)
+          sleep(seen);
+        sleeping_.fetch_sub(1, std::memory_order_seq_cst);
+      }
+    }
+  }
+
+private:
+  static constexpr double SPIN_SECONDS = 100e-6;
+
+  // Returns when the number may differ from `seen`.
+  void sleep(int seen) {
 #if defined(__linux__)
-    syscall(SYS_futex, (int *)&number, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+    syscall(SYS_futex, (int *)&number_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
 #else
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return number.load(std::memory_order_seq_cst) != seen; });
+    changed_.wait(lock, [&] { return number_.load(std::memory_order_seq_cst) != seen; });
 #endif
   }
-  // Wakes all threads that sleep until `number` changes, after it has.
-  void wake_all(std::atomic<int> &number) {
+
+  void wake_all() {
 #if defined(__linux__)
-    syscall(SYS_futex, (int *)&number, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+    syscall(SYS_futex, (int *)&number_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 #else
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -48,7 +85,8 @@ public:
 #endif
   }
 
-private:
+  alignas(64) std::atomic<int> number_{0};
+  alignas(64) std::atomic<int> sleeping_{0};
 #if !defined(__linux__)
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -89,19 +127,12 @@ public:
 #endif
   }
 
-  // Returns seconds since a fixed moment, unaffected by changes of the clock.
-  static double seconds() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-  }
-
   // Runs `work(member)` in every member, with the caller as member 0, and waits for all.
   void run(const std::function<void(int)> &work) {
     work_ = &work;
     if (size_ > 1) {
       shares_[0].cpu.store(current_cpu(), std::memory_order_relaxed);
-      wake();
+      step_.grow();
     }
     work(0);
     barrier();
@@ -128,23 +159,18 @@ public:
 
   // Waits for all members. All of them then see what each has written, and can take tasks again.
   void barrier() {
-    unsigned phase = phase_.load(std::memory_order_relaxed);
+    const int phase = phase_.value();
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
       arrived_.store(0, std::memory_order_relaxed);
       for (auto &share : shares_)
         share.taken.store(0, std::memory_order_relaxed);
-      phase_.store(phase + 1, std::memory_order_release);
-      return;
-    }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
-      pause_spinning();
-      if (spins > 300)
-        sched_yield(); // the last member may be waiting for a core
+      phase_.grow();
+    } else {
+      phase_.wait(phase);
     }
   }
 
 private:
-  static constexpr double SPIN_SECONDS = 100e-6;
   static constexpr int CORES = 1 << 16; // more than any system has
 
   struct alignas(64) Share {
@@ -154,22 +180,15 @@ private:
 
   void end() {
     stop_ = true;
-    wake();
+    step_.grow();
     for (auto &member : members_)
       member.join();
   }
 
-  void wake() {
-    generation_.fetch_add(1, std::memory_order_seq_cst);
-    if (sleeping_.load(std::memory_order_seq_cst) > 0)
-      sleep_.wake_all(generation_);
-  }
-
   void serve(int member) {
     int seen = 0;
-    for (;;) {
-      await(seen);
-      seen++;
+    for (;; seen++) {
+      step_.wait(seen);
       if (stop_)
         return;
       leave_shared_cpu(member);
@@ -212,28 +231,12 @@ private:
 #endif
   }
 
-  // Waits until the generation differs from `seen`.
-  void await(int seen) {
-    const double until = seconds() + SPIN_SECONDS;
-    for (int spins = 0; generation_.load(std::memory_order_acquire) == seen; spins++) {
-      pause_spinning();
-      if (spins % 64 == 63 && seconds() > until) {
-        sleeping_.fetch_add(1, std::memory_order_seq_cst);
-        while (generation_.load(std::memory_order_seq_cst) == seen)
-          sleep_.until_changed(generation_, seen);
-        sleeping_.fetch_sub(1, std::memory_order_seq_cst);
-      }
-    }
-  }
-
   int size_;
   std::vector<Share> shares_;
   std::vector<std::thread> members_;
   const std::function<void(int)> *work_ = nullptr;
   std::atomic<bool> stop_{false};
-  Sleep sleep_;
-  alignas(64) std::atomic<int> generation_{0};
-  alignas(64) std::atomic<int> sleeping_{0};
+  Awaited step_;  // grows with each step
+  Awaited phase_; // grows when all members have arrived at a barrier
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<unsigned> phase_{0};
 };
