@@ -5,7 +5,7 @@ VENV ?= .venv
 MODEL ?= smollm2
 SEEDS ?= 200
 TRITON ?= 3.6.0
-WORKERS ?= $(shell expr $$(nproc) + 1)
+WORKERS ?= $(shell expr $$(nproc) + 2)
 
 BIN := $(VENV)/bin
 KERNELS := $(wildcard src/tenuto/kernels/native/*.h src/tenuto/kernels/native/*.cpp bench/*.cpp)
@@ -23,7 +23,7 @@ demo: $(STAMP)
 	$(BIN)/tenuto pull
 	$(BIN)/tenuto demo --model $(MODEL) $(if $(KEEP),--keep)
 
-# `pytest` alone runs in one process. Here there is one a core, and one more, since some tests wait for servers; in each one
+# `pytest` alone runs in one process. Here there is one a core, and two more, since some tests wait for servers; in each one
 # thread of torch: more would only wait for each other. The model is fetched before, so that they do not all fetch it.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 

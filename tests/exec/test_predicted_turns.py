@@ -101,7 +101,7 @@ def said(executor: ModelExecutor, overlap: int, predictor: PredictorProposer | N
     rng, turns = Random(4), list[Turn]()
     for name in ("a", "b"):
         engine.sessions.open(name)
-    for number, options in enumerate(OPTIONS * 2):
+    for number, options in enumerate(OPTIONS):
         for name in ("a", "b"):
             tokens = [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 20))]
             turns.append(
@@ -109,7 +109,7 @@ def said(executor: ModelExecutor, overlap: int, predictor: PredictorProposer | N
             )
         while not engine.idle:
             engine.step()
-        if number % 4 == 3:
+        if number % 3 == 2:
             engine.sessions.rewind("a", position=len(engine.registry.get("a").history) - rng.randrange(20))
             engine.sessions.close("b")
             engine.sessions.fork("a", child="b")

@@ -24,29 +24,29 @@ from tests.sim.run import (
 from tests.sim.slips import Slip
 from tests.sim.slips_of_kernels import NativeSlip
 
-STEPS = 6_000
-PREFIX_STEPS = 2_000
+STEPS = 3_000
+PREFIX_STEPS = 1_000
 """Seeds of worlds with a prefix cache."""
-OVERTAKING_STEPS = 2_000
+OVERTAKING_STEPS = 1_000
 """Seeds of worlds whose sessions start from memory that running turns compute."""
-PINNED_STEPS = 1_500
+PINNED_STEPS = 1_000
 """Seeds of worlds in which some sessions are pinned."""
-ADAPTED_STEPS = 2_000
+ADAPTED_STEPS = 1_000
 """Seeds of worlds in which most sessions have adapters."""
-GRAMMAR_STEPS = 2_000
+GRAMMAR_STEPS = 1_000
 """Seeds of worlds whose turns have grammars."""
-LIMITED_STEPS = 1_500
+LIMITED_STEPS = 1_000
 """Seeds of worlds in which many turns limit or name tokens."""
-DRAFTED_STEPS = 2_000
-HEADED_STEPS = 2_000
+DRAFTED_STEPS = 1_000
+HEADED_STEPS = 1_000
 """Seeds of worlds in which a draft model guesses."""
-ERASING_STEPS = 2_000
+ERASING_STEPS = 1_000
 """Seeds of worlds in which sessions are erased."""
-REPLACING_STEPS = 2_000
+REPLACING_STEPS = 1_000
 """Seeds of worlds whose sessions take over others."""
-EXPECTING_STEPS = 2_000
+EXPECTING_STEPS = 1_000
 """Seeds of worlds in which the next turns of sessions are expected."""
-TRAINED_STEPS = 2_000
+TRAINED_STEPS = 1_000
 """Seeds of worlds whose weights are replaced."""
 WORLD_STEPS = 150
 
@@ -113,7 +113,7 @@ def test_worlds_whose_sessions_are_erased_stay_right():
     summary = run_worlds(range(ERASING, ERASING + ERASING_STEPS // WORLD_STEPS + 1), WORLD_STEPS)
     assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
     assert summary.steps >= ERASING_STEPS
-    assert sum(counter["erase"] for counter in summary.counts.values()) > 20
+    assert sum(counter["erase"] for counter in summary.counts.values()) > 10
 
 
 def test_worlds_whose_sessions_take_over_others_stay_right():
@@ -136,7 +136,7 @@ def test_worlds_whose_weights_are_replaced_stay_right():
 
 
 def test_large_worlds_stay_right():
-    summary = run_worlds(range(4), 150, large=True)
+    summary = run_worlds(range(2), 150, large=True)
     assert not summary.failures, "\n".join(f"seed {seed}: {report}" for seed, report in summary.failures.items())
 
 

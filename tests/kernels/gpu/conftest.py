@@ -1,6 +1,14 @@
 """The device on which kernels for GPUs are tested, and the types: without a GPU they run in Triton's interpreter."""
 
+import inspect
+from functools import cache
+from types import SimpleNamespace
+
 import torch
+from triton.runtime import interpreter
+
+# Triton's interpreter looks through its modules whenever a kernel calls a function. They stay the same.
+interpreter.inspect = SimpleNamespace(**vars(inspect) | {"getmembers": cache(inspect.getmembers)})
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
