@@ -1,7 +1,7 @@
 """The kernels for GPUs as they are compiled on a machine without one.
 
-Compiling them all takes minutes, making their intermediate representation seconds. What the compiler made of each is
-therefore known from `compiled.json`, by a hash of that representation, and only what is not known is compiled.
+Compiling them all takes minutes, making their intermediate representation seconds. `compiled.json` therefore keeps the
+compiler's results under a hash of that representation, and only kernels without a result are compiled.
 `python -m tests.kernels.gpu.compiled` writes the file anew."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAMPLE = "attention of gpt-oss"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the compiler made of a Triton function. `stack`: bytes of local memory per thread, which registers spill to.
+    """Properties of a compiled Triton function. `stack`: bytes of local memory per thread, which registers spill to.
     `products`, `copies`: numbers of the instructions that multiply on tensor cores, of the newest generation and of
     any, and that copy to shared memory asynchronously."""
 

@@ -32,13 +32,13 @@ inline double seconds() {
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-// A number that threads wait for to grow. They spin for a moment, and then sleep: whoever they wait for may need the
-// CPU.
+// A number that threads wait for to grow. They spin for a moment and then sleep, since the threads that they wait for
+// may need the CPU.
 class Awaited {
 public:
   int value() const { return number_.load(std::memory_order_relaxed); }
 
-  // Adds one. Whoever waited then sees all that was written before.
+  // Adds one. Threads that waited see all that was written before.
   void grow() {
     number_.fetch_add(1, std::memory_order_seq_cst);
     if (sleeping_.load(std::memory_order_seq_cst) > 0)
