@@ -25,7 +25,8 @@ def busy(processes: int) -> Iterator[None]:
     """Keeps so many processes busy."""
     with ExitStack() as stack:
         for _ in range(processes):
-            stack.callback(stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"])).kill)
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(process.kill)
         yield
 
 

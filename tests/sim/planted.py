@@ -49,7 +49,7 @@ Catcher = int | str
 """The seed of a world, or the id of a test."""
 
 WORLD_STEPS = 150
-CPU_SECONDS = 8
+CPU_SECONDS = 15
 """Processor time allowed for a world or a story, many times what any needs, so that endless steps are found."""
 SECONDS = 60
 """The wall-clock time allowed."""

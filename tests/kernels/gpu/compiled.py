@@ -75,6 +75,7 @@ def compiled(capability: int, cache: Path) -> list[Compiled]:
 
 
 def main() -> None:
+    """Writes the results of all launches. Without the file it compiles them all, in about ten minutes."""
     with TemporaryDirectory() as cache:
         found = {each.key: each.result for capability in SHARED for each in compiled(capability, Path(cache))}
     lines = [f'"{key}": {json.dumps(astuple(result))}' for key, result in sorted(found.items())]
